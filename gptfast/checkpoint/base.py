@@ -1,0 +1,100 @@
+"""What every checkpoint offers, whatever its layout on disk.
+
+Tensors go by the names of Meta's reference with nothing fused (`layers.0.attention.wq.weight`), and `wq` and
+`wk` have the rotary pairs of a head D/2 apart, as Hugging Face stores them and the model computes.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gptfast.chat import ChatTemplate
+from gptfast.config import GenerationDefaults, ModelConfig
+from gptfast.errors import CheckpointError
+from gptfast.tokenizer import Tokenizer
+
+GIT_LFS_PREFIX = b"version https://git-lfs"
+
+
+class Checkpoint(abc.ABC):
+    """A model on disk: what it is, its tensors one at a time, its tokenizer.
+
+    Attributes:
+        path: the file or directory it was opened from.
+        config: its architecture.
+        generation: what it says about starting, ending and sampling text.
+        stored_bytes: the size of its tensors as they lie on disk.
+    """
+
+    path: Path
+    config: ModelConfig
+    generation: GenerationDefaults
+    stored_bytes: int
+
+    @abc.abstractmethod
+    def names(self) -> frozenset[str]:
+        """The tensors there are, by canonical name; one with no such name keeps its own."""
+
+    @abc.abstractmethod
+    def read(self, name: str) -> Tensor:
+        """The tensor in its stored dtype, or float32 if its blocks had to be dequantized.
+
+        It may be a read-only view of the file. Raises CheckpointError if the file does not hold all of it.
+        """
+
+    def view(self, name: str) -> Tensor | None:
+        """The tensor as a view of the mapped file, where it lies there as `read` returns it; else None."""
+        return None
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Copy the tensor into `out`, of the same shape and any floating dtype."""
+        tensor = self.read(name)
+        check_shape(self.path, name, tuple(tensor.shape), tuple(out.shape))
+        out.copy_(tensor)
+
+    @abc.abstractmethod
+    def load_tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's own tokenizer; None for random weights, which have none."""
+
+    @abc.abstractmethod
+    def read_chat_template(self) -> ChatTemplate | None:
+        """The checkpoint's own chat template; None for a base model."""
+
+
+def check_shape(path: Path, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Raise CheckpointError if a tensor is not of the shape that the config asks for."""
+    if found != expected:
+        raise CheckpointError(
+            f"tensor {name} in {path} has shape {list(found)} but its config asks for {list(expected)}; "
+            "the weights and the config are not of the same model"
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raise CheckpointError if the file holds something else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        refuse_git_lfs_pointer(path)
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, not an object; download it again")
+    return value
+
+
+def refuse_git_lfs_pointer(path: Path) -> None:
+    """Raise CheckpointError if the file is the stand-in that git leaves for a file not yet fetched."""
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(GIT_LFS_PREFIX)) == GIT_LFS_PREFIX:
+                raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` there")
+
+
+def deinterleave_rotary_rows(weight: Tensor, head_dim: int) -> Tensor:
+    """Reorder the rows (heads * D, ...) of `wq` or `wk` from rotary pairs (2i, 2i + 1) to (i, i + D/2)."""
+    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

@@ -1,0 +1,178 @@
+"""A GGUF file: mapped, its blocks dequantized by the `gguf` package or handed out as they lie."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gptfast.chat import ChatTemplate, read_chat_template
+from gptfast.checkpoint.base import Checkpoint, check_shape, deinterleave_rotary_rows, read_json
+from gptfast.checkpoint.gguf_metadata import COMPLETE_MARKER, ROPE_FACTORS, open_metadata_directory
+from gptfast.checkpoint.hf_config import parse_config, parse_generation_defaults
+from gptfast.errors import CheckpointError
+from gptfast.tokenizer import Tokenizer, open_tokenizer
+
+CANONICAL_NAMES = {
+    "token_embd": "tok_embeddings",
+    "output_norm": "norm",
+    "output": "output",
+    "attn_q": "attention.wq",
+    "attn_k": "attention.wk",
+    "attn_v": "attention.wv",
+    "attn_output": "attention.wo",
+    "attn_q_norm": "attention.q_norm",
+    "attn_k_norm": "attention.k_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "attn_norm": "attention_norm",
+    "ffn_norm": "ffn_norm",
+}
+LAYER_NAME = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+DENSE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DEQUANTIZED_AT_ONCE = 1 << 23
+"""Elements: bounds the float32 copy that dequantizing makes beside the finished weights."""
+
+
+@dataclass(frozen=True)
+class QuantizedBlocks:
+    """A matrix as the file stores it.
+
+    Attributes:
+        data: (rows, bytes per row) uint8, rows in canonical order.
+        type: the name of ggml's block format, such as Q4_1.
+        shape: (rows, columns) of the matrix that the blocks encode.
+    """
+
+    data: Tensor
+    type: str
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies in the file: `shape` in elements, `offset` and `bytes` in bytes."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+
+
+class GgufCheckpoint(Checkpoint):
+    """See `Checkpoint`. The file is mapped; F32, F16 and BF16 tensors are views of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._directory = open_metadata_directory(path)
+        raw = read_json(self._directory / "config.json")
+        generation = read_json(self._directory / "generation_config.json")
+        self.config = parse_config(raw, str(path))
+        self.generation = parse_generation_defaults(raw, generation, self.config.vocab_size)
+        stored = [
+            StoredTensor(**{**entry, "shape": tuple(entry["shape"])})
+            for entry in json.loads((self._directory / COMPLETE_MARKER).read_text())
+        ]
+        self._tensors = {canonicalize_name(item.name): item for item in stored if item.name != ROPE_FACTORS}
+        self.stored_bytes = sum(item.bytes for item in self._tensors.values())
+        self._file = self._map_file()
+        # llama.cpp's converter interleaves the rotary pairs of this architecture, and of no other we read.
+        self._is_interleaved = self.config.architecture == "llama"
+
+    def names(self) -> frozenset[str]:
+        """See `Checkpoint.names`."""
+        return frozenset(self._tensors)
+
+    def read(self, name: str) -> Tensor:
+        """See `Checkpoint.read`."""
+        stored = self._tensors[name]
+        if stored.type in DENSE_DTYPES:
+            tensor = self._get_bytes(stored).view(DENSE_DTYPES[stored.type]).view(stored.shape)
+            return self._reorder_rows(name, tensor)
+        tensor = torch.empty(stored.shape, dtype=torch.float32)
+        self.read_into(name, tensor)
+        return tensor
+
+    def view(self, name: str) -> Tensor | None:
+        """See `Checkpoint.view`."""
+        return self.read(name) if self._tensors[name].type in DENSE_DTYPES else None
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """See `Checkpoint.read_into`; at most `DEQUANTIZED_AT_ONCE` elements stand beside `out` at a time."""
+        stored = self._tensors[name]
+        check_shape(self.path, name, stored.shape, tuple(out.shape))
+        if stored.type in DENSE_DTYPES:
+            out.copy_(self.read(name))
+            return
+        for rows, values in self._dequantize(self.read_blocks(name)):
+            out[rows] = values
+
+    def read_blocks(self, name: str) -> QuantizedBlocks:
+        """The matrix unexpanded; raises CheckpointError if it is stored dense."""
+        stored = self._tensors[name]
+        if stored.type in DENSE_DTYPES or len(stored.shape) != 2:
+            raise CheckpointError(f"tensor {name} in {self.path} is stored as {stored.type}, not in quantized blocks")
+        rows, columns = stored.shape
+        data = self._reorder_rows(name, self._get_bytes(stored).view(rows, -1))
+        return QuantizedBlocks(data=data, type=stored.type, shape=(rows, columns))
+
+    def load_tokenizer(self) -> Tokenizer:
+        """See `Checkpoint.load_tokenizer`."""
+        return open_tokenizer(self._directory)
+
+    def read_chat_template(self) -> ChatTemplate | None:
+        """See `Checkpoint.read_chat_template`."""
+        return read_chat_template(self._directory)
+
+    def _map_file(self) -> torch.UntypedStorage:
+        size = self.path.stat().st_size
+        for stored in self._tensors.values():
+            if stored.offset + stored.bytes > size:
+                raise CheckpointError(
+                    f"{self.path} ends before its tensor {stored.name}; it is only partly downloaded, "
+                    "so download it again"
+                )
+        return torch.UntypedStorage.from_file(str(self.path), shared=False, nbytes=size)
+
+    def _get_bytes(self, stored: StoredTensor) -> Tensor:
+        # Every tensor has a storage of its own: torch.compile takes tensors that share one for aliases.
+        storage = self._file[stored.offset : stored.offset + stored.bytes]
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+    def _reorder_rows(self, name: str, tensor: Tensor) -> Tensor:
+        if self._is_interleaved and name.split(".")[-2] in ("wq", "wk"):
+            return deinterleave_rotary_rows(tensor, self.config.head_dim)
+        return tensor
+
+    def _dequantize(self, blocks: QuantizedBlocks) -> Iterator[tuple[slice, Tensor]]:
+        import gguf
+
+        kind = gguf.GGMLQuantizationType[blocks.type]
+        rows, columns = blocks.shape
+        step = max(1, DEQUANTIZED_AT_ONCE // columns)
+        for start in range(0, rows, step):
+            part = slice(start, min(start + step, rows))
+            try:
+                values = gguf.dequantize(blocks.data[part].numpy(), kind)
+            except NotImplementedError as error:
+                raise CheckpointError(
+                    f"{self.path} stores weights as {blocks.type}, which the gguf package cannot dequantize; "
+                    "use a file of another quantization"
+                ) from error
+            yield part, torch.from_numpy(values)
+
+
+def canonicalize_name(name: str) -> str:
+    """Meta's name of a tensor that goes by llama.cpp's; an unknown name comes back as it is."""
+    if match := LAYER_NAME.fullmatch(name):
+        layer, module, kind = match.groups()
+        return f"layers.{layer}.{CANONICAL_NAMES[module]}.{kind}" if module in CANONICAL_NAMES else name
+    module, _, kind = name.rpartition(".")
+    return f"{CANONICAL_NAMES[module]}.{kind}" if module in CANONICAL_NAMES else name

@@ -1,0 +1,136 @@
+"""A Hugging Face directory: `config.json` beside one or many safetensors files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import safetensors
+from torch import Tensor
+
+from gptfast.chat import ChatTemplate, read_chat_template
+from gptfast.checkpoint.base import Checkpoint, read_json, refuse_git_lfs_pointer
+from gptfast.checkpoint.hf_config import parse_config, parse_generation_defaults
+from gptfast.errors import CheckpointError
+from gptfast.tokenizer import Tokenizer, open_tokenizer
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+CANONICAL_NAMES = {
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+LAYER_NAME = re.compile(r"model\.(layers\.\d+)\.(.+)\.(weight|bias)")
+DERIVED_TENSOR = re.compile(r".*\.rotary_emb\.inv_freq")
+"""Old exports store the rotary frequencies, which follow from the config."""
+
+
+class HuggingFaceCheckpoint(Checkpoint):
+    """See `Checkpoint`. Tensors are views of the mapped files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        raw = read_json(path / "config.json")
+        generation_path = path / "generation_config.json"
+        self.config = parse_config(raw, str(path / "config.json"))
+        self.generation = parse_generation_defaults(
+            raw, read_json(generation_path) if generation_path.exists() else {}, self.config.vocab_size
+        )
+        self._files = {file: _open_file(file) for file in _list_files(path)}
+        self._locations = _locate_tensors(path, self._files)
+        self.stored_bytes = sum(file.stat().st_size for file in self._files)
+
+    def names(self) -> frozenset[str]:
+        """See `Checkpoint.names`."""
+        return frozenset(self._locations)
+
+    def read(self, name: str) -> Tensor:
+        """See `Checkpoint.read`."""
+        file, stored_name = self._locations[name]
+        tensor: Tensor = self._files[file].get_tensor(stored_name)
+        return tensor
+
+    def view(self, name: str) -> Tensor:
+        """See `Checkpoint.view`."""
+        return self.read(name)
+
+    def load_tokenizer(self) -> Tokenizer:
+        """See `Checkpoint.load_tokenizer`."""
+        return open_tokenizer(self.path)
+
+    def read_chat_template(self) -> ChatTemplate | None:
+        """See `Checkpoint.read_chat_template`."""
+        return read_chat_template(self.path)
+
+
+def canonicalize_name(name: str) -> str:
+    """Meta's name of a tensor that goes by a Hugging Face name; an unknown name comes back as it is."""
+    if match := LAYER_NAME.fullmatch(name):
+        layer, module, kind = match.groups()
+        return f"{layer}.{CANONICAL_NAMES[module]}.{kind}" if module in CANONICAL_NAMES else name
+    module, _, kind = name.rpartition(".")
+    return f"{CANONICAL_NAMES[module]}.{kind}" if module in CANONICAL_NAMES else name
+
+
+def _list_files(path: Path) -> list[Path]:
+    index_path = path / INDEX_NAME
+    if index_path.exists():
+        weight_map = read_json(index_path).get("weight_map", {})
+        files = [path / name for name in sorted(set(weight_map.values()))]
+    elif (path / SINGLE_NAME).exists():
+        files = [path / SINGLE_NAME]
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"{path} holds no safetensors file; pickled .bin weights are not read, "
+            "so save the model again with safe serialization"
+        )
+    return files
+
+
+def _open_file(file: Path) -> safetensors.safe_open:
+    if not file.exists():
+        raise CheckpointError(f"{file} is listed in {INDEX_NAME} but is not on disk; download that shard")
+    refuse_git_lfs_pointer(file)
+    try:
+        return safetensors.safe_open(file, framework="pt")
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{file} is damaged or only partly downloaded ({error}); download it again") from error
+
+
+def _locate_tensors(path: Path, files: dict[Path, safetensors.safe_open]) -> dict[str, tuple[Path, str]]:
+    """Where each tensor lies, by canonical name, checked against the index where there is one."""
+    locations: dict[str, tuple[Path, str]] = {}
+    for file, opened in files.items():
+        for stored_name in opened.keys():  # noqa: SIM118: not a dict
+            if DERIVED_TENSOR.fullmatch(stored_name):
+                continue
+            name = canonicalize_name(stored_name)
+            if name in locations:
+                raise CheckpointError(
+                    f"tensor {stored_name} stands in both {locations[name][0]} and {file}; remove one"
+                )
+            locations[name] = file, stored_name
+    index_path = path / INDEX_NAME
+    if index_path.exists():
+        for stored_name, file_name in read_json(index_path).get("weight_map", {}).items():
+            found = locations.get(canonicalize_name(stored_name))
+            if not DERIVED_TENSOR.fullmatch(stored_name) and (found is None or found[0].name != file_name):
+                raise CheckpointError(
+                    f"tensor {stored_name} is listed in {index_path} but is not in {file_name}; download that shard again"
+                )
+    return locations

@@ -1,0 +1,139 @@
+"""Meta's own layout: `params.json`, `consolidated.NN.pth` and `tokenizer.model` in tiktoken form."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptfast.chat import LLAMA3_CHAT_TEMPLATE, ChatTemplate
+from gptfast.checkpoint.base import Checkpoint, deinterleave_rotary_rows, read_json, refuse_git_lfs_pointer
+from gptfast.checkpoint.presets import compute_ffn_dim
+from gptfast.config import GenerationDefaults, ModelConfig, RopeScaling
+from gptfast.errors import CheckpointError
+from gptfast.tokenizer import Tokenizer, open_tokenizer
+
+SPLIT_ROWS = ("wq", "wk", "wv", "w1", "w3", "output")
+SPLIT_COLUMNS = ("wo", "w2")
+DERIVED_TENSOR = "rope.freqs"
+
+
+class MetaCheckpoint(Checkpoint):
+    """See `Checkpoint`. Shards, made for as many GPUs, are mapped and joined tensor by tensor."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        files = sorted(path.glob("consolidated.*.pth"))
+        if not files:
+            raise CheckpointError(f"{path} has params.json but no consolidated.*.pth; download the weights")
+        self._check_shard_numbers(files)
+        self._shards = [_load_shard(file) for file in files]
+        self.config = parse_params(read_json(path / "params.json"), self._count_vocabulary(), str(path / "params.json"))
+        self.generation = GenerationDefaults()
+        self.stored_bytes = sum(file.stat().st_size for file in files)
+        self._tokenizer = open_tokenizer(path) if (path / "tokenizer.model").exists() else None
+        if self._tokenizer is not None:
+            control = self._tokenizer.control_tokens
+            ends = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
+            self.generation = GenerationDefaults(
+                eos_ids=tuple(control[end] for end in ends if end in control), bos_id=self._tokenizer.bos_id
+            )
+
+    def names(self) -> frozenset[str]:
+        """See `Checkpoint.names`."""
+        return frozenset(name for shard in self._shards for name in shard if name != DERIVED_TENSOR)
+
+    def read(self, name: str) -> Tensor:
+        """See `Checkpoint.read`."""
+        for number, shard in enumerate(self._shards):
+            if name not in shard:
+                raise CheckpointError(
+                    f"tensor {name} is not in consolidated.{number:02d}.pth in {self.path}; download that shard again"
+                )
+        parts = [shard[name] for shard in self._shards]
+        axis = self._get_split_axis(name, parts[0])
+        tensor = parts[0] if axis is None or len(parts) == 1 else torch.cat(parts, dim=axis)
+        if name.split(".")[-2] in ("wq", "wk"):
+            tensor = deinterleave_rotary_rows(tensor, self.config.head_dim)
+        return tensor
+
+    def load_tokenizer(self) -> Tokenizer:
+        """See `Checkpoint.load_tokenizer`."""
+        if self._tokenizer is None:
+            raise CheckpointError(f"{self.path} holds no tokenizer.model; download it from where the weights came from")
+        return self._tokenizer
+
+    def read_chat_template(self) -> ChatTemplate | None:
+        """Llama 3's format, which Meta publishes beside the checkpoint and not in it."""
+        if "<|start_header_id|>" not in self.load_tokenizer().control_tokens:
+            return None
+        return ChatTemplate(LLAMA3_CHAT_TEMPLATE)
+
+    def _get_split_axis(self, name: str, part: Tensor) -> int | None:
+        module = name.split(".")[-2]
+        if module == "tok_embeddings":
+            # Llama 2 split the embedding by columns, Llama 3 splits it by vocabulary.
+            return 1 if part.shape[0] == self.config.vocab_size else 0
+        return 0 if module in SPLIT_ROWS else 1 if module in SPLIT_COLUMNS else None
+
+    def _count_vocabulary(self) -> int:
+        return sum(shard["output.weight"].shape[0] for shard in self._shards if "output.weight" in shard)
+
+    def _check_shard_numbers(self, files: list[Path]) -> None:
+        for number, file in enumerate(files):
+            if file.name != f"consolidated.{number:02d}.pth":
+                raise CheckpointError(f"{self.path / f'consolidated.{number:02d}.pth'} is missing; download that shard")
+
+
+def parse_params(raw: dict[str, Any], vocab_size: int, source: str) -> ModelConfig:
+    """Turn Meta's `params.json` into a config; `vocab_size` (rows of the head) stands in for a stated -1.
+
+    The file does not tell the context, so it is that of the generation it belongs to: 131,072 tokens with scaled
+    rotary embeddings, 8,192 with the vocabulary of Llama 3, else 4,096.
+    """
+    for key in ("dim", "n_layers", "n_heads", "multiple_of", "norm_eps"):
+        if key not in raw:
+            raise CheckpointError(f"{source} lacks {key}; download it again")
+    if raw.get("moe") or raw.get("vision_chunk_size", -1) > 0 or raw.get("quantization_args"):
+        raise CheckpointError(f"{source} describes a model that is not a dense text model; use another checkpoint")
+    scaling = None
+    if raw.get("use_scaled_rope"):
+        scaling = RopeScaling(
+            "llama3",
+            factor=raw.get("rope_scaling_factor") or 8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=raw.get("rope_high_freq_factor") or 4.0,
+            original_max_seq_len=8192,
+        )
+    stated = raw.get("vocab_size", -1)
+    vocab_size = stated if stated > 0 else vocab_size
+    context = 131_072 if scaling else 8_192 if vocab_size >= 128_000 else 4_096
+    return ModelConfig(
+        architecture="llama",
+        dim=raw["dim"],
+        n_layers=raw["n_layers"],
+        n_heads=raw["n_heads"],
+        n_kv_heads=raw.get("n_kv_heads") or raw["n_heads"],
+        head_dim=raw.get("head_dim") or raw["dim"] // raw["n_heads"],
+        ffn_dim=compute_ffn_dim(raw["dim"], raw["multiple_of"], raw.get("ffn_dim_multiplier")),
+        vocab_size=vocab_size,
+        max_seq_len=raw.get("max_seq_len") or context,
+        norm_eps=raw["norm_eps"],
+        rope_theta=raw.get("rope_theta", 10_000.0),
+        rope_scaling=scaling,
+    )
+
+
+def _load_shard(file: Path) -> dict[str, Tensor]:
+    refuse_git_lfs_pointer(file)
+    try:
+        shard = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{file} is damaged or not a file of weights ({reason}); download it again") from error
+    if not isinstance(shard, dict) or not all(isinstance(value, Tensor) for value in shard.values()):
+        raise CheckpointError(f"{file} does not hold a table of tensors; it is not a checkpoint of Meta's")
+    return shard

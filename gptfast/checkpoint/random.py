@@ -1,0 +1,52 @@
+"""Random weights in a preset's shapes: to measure speed where no checkpoint is at hand."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gptfast.checkpoint.base import Checkpoint
+from gptfast.checkpoint.presets import get_preset
+from gptfast.checkpoint.shapes import list_tensor_shapes
+from gptfast.config import GenerationDefaults
+
+
+class RandomCheckpoint(Checkpoint):
+    """See `Checkpoint`. Every tensor is a function of its name alone, so runs can be compared.
+
+    Norms are 1 and matrices normal with the variance 1 / in_features, which keeps activations near size 1.
+    """
+
+    def __init__(self, preset: str) -> None:
+        self.path = Path(preset)
+        self.config = get_preset(preset)
+        self.generation = GenerationDefaults()
+        self._shapes = list_tensor_shapes(self.config)
+        self.stored_bytes = 0
+
+    def names(self) -> frozenset[str]:
+        """See `Checkpoint.names`."""
+        return frozenset(self._shapes)
+
+    def read(self, name: str) -> Tensor:
+        """See `Checkpoint.read`."""
+        tensor = torch.empty(self._shapes[name])
+        self.read_into(name, tensor)
+        return tensor
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """See `Checkpoint.read_into`; drawn in `out`'s dtype, with no copy beside it."""
+        if out.dim() == 1:
+            out.fill_(0.0 if name.endswith(".bias") else 1.0)
+            return
+        generator = torch.Generator(out.device).manual_seed(zlib.crc32(name.encode()))
+        out.normal_(0.0, out.shape[1] ** -0.5, generator=generator)
+
+    def load_tokenizer(self) -> None:
+        """See `Checkpoint.load_tokenizer`."""
+
+    def read_chat_template(self) -> None:
+        """See `Checkpoint.read_chat_template`."""

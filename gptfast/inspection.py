@@ -1,0 +1,241 @@
+"""What a model is made of and whether it fits, computed from its config alone.
+
+Sizes are in bytes; GB = 1e9 bytes, GiB = 2**30 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gptfast.checkpoint.shapes import list_block_shapes, list_tensor_shapes
+from gptfast.config import ModelConfig
+from gptfast.errors import UserError
+
+_UNIT_BYTES = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "bytes": 1}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
+
+
+class InspectionError(UserError):
+    """A size that cannot be read, or a machine that does not tell its free memory."""
+
+
+@dataclass(frozen=True)
+class Component:
+    """One weight of the model: its shape, (out, in) for a matrix, and whether each block has one."""
+
+    name: str
+    shape: tuple[int, ...]
+    in_block: bool = False
+
+    @property
+    def count(self) -> int:
+        """Parameters in one copy; 0 for a weight that is tied to another one."""
+        return math.prod(self.shape) if self.shape else 0
+
+
+@dataclass(frozen=True)
+class ParameterAccount:
+    """The parameters of a model per component, in the names of Meta's reference."""
+
+    components: tuple[Component, ...]
+    n_layers: int
+
+    def count_all(self, component: Component) -> int:
+        """Parameters of `component` in the whole model."""
+        return component.count * (self.n_layers if component.in_block else 1)
+
+    def count_in_block(self, prefix: str = "") -> int:
+        """Parameters in one block, of the components whose names begin with `prefix`."""
+        return sum(part.count for part in self.components if part.in_block and part.name.startswith(prefix))
+
+    @property
+    def total(self) -> int:
+        """All parameters; a tied output layer counts once."""
+        return sum(self.count_all(component) for component in self.components)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How weights are stored: `bits` per weight in a quantized matrix, the rest in `dense_bytes`.
+
+    Quantized are the blocks' projections and an untied output layer. Each group of `group_size`
+    weights of a row (None: the whole row) has `group_bytes` of `group_contents`. Embeddings, norms,
+    biases and the KV cache have `dense_bytes` per element.
+    """
+
+    name: str
+    dense_bytes: int
+    bits: int | None = None
+    group_size: int | None = None
+    group_bytes: int = 0
+    group_contents: str = ""
+
+
+PRECISIONS = (
+    Precision("float32", dense_bytes=4),
+    Precision("bfloat16", dense_bytes=2),
+    Precision("int8 per channel", dense_bytes=2, bits=8, group_bytes=2, group_contents="scale"),
+    Precision("int4 group 32", dense_bytes=2, bits=4, group_size=32, group_bytes=4, group_contents="scale and zero"),
+)
+_AS_STORED = Precision("as stored", dense_bytes=2)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What a model takes at one precision, and the largest context that fits at batch size 1.
+
+    `limited_by` says what ends the context: the memory, or the context the model was made for; it
+    is "weights" if they leave no room for a single token, and then `max_context_tokens` is 0.
+    """
+
+    precision: str
+    weight_bytes: int
+    bits_per_weight: float
+    kv_bytes_per_token: int
+    max_context_tokens: int
+    limited_by: Literal["memory", "model", "weights"]
+
+
+def count_parameters(config: ModelConfig) -> ParameterAccount:
+    """The parameters of every component, from the tensors that `config` implies."""
+    outer = {name: shape for name, shape in list_tensor_shapes(config).items() if not name.startswith("layers.")}
+    first, *last = [Component(name.removesuffix(".weight"), shape) for name, shape in outer.items()]
+    block = [
+        Component(name.removesuffix(".weight"), shape, in_block=True)
+        for name, shape in list_block_shapes(config).items()
+    ]
+    if config.tie_word_embeddings:
+        last.append(Component("output", ()))
+    return ParameterAccount(components=(first, *block, *last), n_layers=config.n_layers)
+
+
+def estimate_memory(config: ModelConfig, available_bytes: int, stored_bytes: int | None = None) -> list[MemoryEstimate]:
+    """What the model takes at every precision, and which context `available_bytes` can hold.
+
+    Counted are the weights and the KV cache; activations and the process itself are not.
+    `stored_bytes`, the size of a checkpoint's weights as they lie on disk, adds a first row.
+    """
+    account = count_parameters(config)
+    sizes = [(precision, _compute_weight_bytes(account, precision)) for precision in PRECISIONS]
+    if stored_bytes is not None:
+        sizes.insert(0, (_AS_STORED, stored_bytes))
+    return [
+        _estimate_precision(config, account.total, precision, weight_bytes, available_bytes)
+        for precision, weight_bytes in sizes
+    ]
+
+
+def get_kv_bytes_per_token(config: ModelConfig, element_bytes: int) -> int:
+    """Bytes of keys and values that one token of one sequence takes in all layers."""
+    return 2 * config.n_layers * config.n_kv_heads * config.head_dim * element_bytes
+
+
+def parse_size(text: str) -> int:
+    """Bytes that a size such as "24GiB" or "1.5 GB" names; raises InspectionError."""
+    match = _SIZE.fullmatch(text.strip())
+    unit_bytes = _UNIT_BYTES.get(match[2].lower()) if match else None
+    if match is None or unit_bytes is None or float(match[1]) == 0:
+        raise InspectionError(
+            f"{text!r} is not a size; write a positive number with GiB, GB, MiB, MB or bytes, such as 24GiB"
+        )
+    return int(float(match[1]) * unit_bytes)
+
+
+def get_available_memory(root: Path = Path("/")) -> int:
+    """Bytes that new allocations can take on this machine, within the limits of the control group.
+
+    Where the system does not tell what is free, all of its physical memory. Reads /proc and /sys
+    below `root`. Raises InspectionError where the system tells neither.
+    """
+    free_bytes = _read_meminfo(root / "proc/meminfo")
+    if free_bytes is not None:
+        return min([free_bytes, *_read_cgroup_rooms(root)])
+    names = getattr(os, "sysconf_names", {})
+    if "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    raise InspectionError("this system does not tell how much memory is free; say it with --memory, such as 16GiB")
+
+
+def _compute_weight_bytes(account: ParameterAccount, precision: Precision) -> int:
+    return sum(
+        _compute_component_bytes(component, precision) * (account.n_layers if component.in_block else 1)
+        for component in account.components
+    )
+
+
+def _compute_component_bytes(component: Component, precision: Precision) -> int:
+    is_quantized = precision.bits is not None and len(component.shape) == 2
+    if not is_quantized or component.name == "tok_embeddings":
+        return component.count * precision.dense_bytes
+    assert precision.bits is not None
+    rows, columns = component.shape
+    groups = math.ceil(columns / (precision.group_size or columns))
+    return rows * (math.ceil(columns * precision.bits / 8) + groups * precision.group_bytes)
+
+
+def _estimate_precision(
+    config: ModelConfig, n_parameters: int, precision: Precision, weight_bytes: int, available_bytes: int
+) -> MemoryEstimate:
+    kv_bytes = get_kv_bytes_per_token(config, precision.dense_bytes)
+    fitting_tokens = max(0, (available_bytes - weight_bytes) // kv_bytes)
+    limited_by: Literal["memory", "model", "weights"] = "memory"
+    if fitting_tokens == 0:
+        limited_by = "weights"
+    elif fitting_tokens >= config.max_seq_len:
+        limited_by = "model"
+    return MemoryEstimate(
+        precision=precision.name,
+        weight_bytes=weight_bytes,
+        bits_per_weight=8 * weight_bytes / n_parameters,
+        kv_bytes_per_token=kv_bytes,
+        max_context_tokens=min(fitting_tokens, config.max_seq_len),
+        limited_by=limited_by,
+    )
+
+
+def _read_meminfo(path: Path) -> int | None:
+    """`MemAvailable` of Linux: free memory, and caches that can be dropped at once."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", _read_text(path), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _read_cgroup_rooms(root: Path) -> list[int]:
+    """What each limited control group around this process has left, both versions of the interface."""
+    mount = root / "sys/fs/cgroup"
+    rooms: list[int] = []
+    for _, controllers, inner in re.findall(r"^(\d+):(.*):(/.*)$", _read_text(root / "proc/self/cgroup"), re.M):
+        if controllers == "":
+            top, names = mount, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top, names = (
+                mount / "memory",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            )
+        else:
+            continue
+        group = top / inner.lstrip("/")
+        # A container sees its own group as the root of the mount, whatever path the kernel names.
+        for directory in {top, group, *(parent for parent in group.parents if parent.is_relative_to(top))}:
+            rooms += _read_cgroup_room(directory, *names)
+    return rooms
+
+
+def _read_cgroup_room(directory: Path, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
+    limit, usage = _read_text(directory / limit_name).strip(), _read_text(directory / usage_name).strip()
+    if not (limit.isdigit() and usage.isdigit()):  # no such group, or its limit is "max"
+        return []
+    cache = re.search(rf"^{cache_name} (\d+)$", _read_text(directory / "memory.stat"), re.MULTILINE)
+    droppable = int(cache[1]) if cache else 0
+    return [max(0, int(limit) - int(usage) + droppable)]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,162 @@
+"""How a step is executed: eagerly or compiled, in a few fixed shapes, on buffers that never move.
+
+Shapes: B batch, S tokens in a call, N cache slots attended, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gptfast.compilation import CompilationError, Step, compile_step
+from gptfast.decode import decode_one_token, prefill
+from gptfast.errors import PromptError
+from gptfast.model import Transformer
+
+logger = logging.getLogger(__name__)
+
+PREFILL_CHUNKS = (32, 256)
+"""Tokens read at once, small and large: one wastes little on a short prompt, the other keeps the cores busy."""
+KV_ALIGNMENT = 32
+"""Slots: attention reads the filled part of the cache rounded up to this, which keeps its loops whole."""
+INITIAL_CAPACITY = 2048
+"""Tokens: what the cache holds before it has to grow."""
+
+
+@dataclass
+class CompileStatistics:
+    """What compiling took: seconds in all, how many steps were compiled and how many came from the cache."""
+
+    seconds: float = 0.0
+    compiled: int = 0
+    loaded: int = 0
+
+
+class Runner:
+    """Executes the steps of one model and owns what they write: KV caches and input buffers.
+
+    `compile` asks for compiled steps; `warm_up` makes them, and what was not warmed up is made when first needed.
+    Where the machine cannot compile, a line in the log says so and the steps run eagerly.
+    """
+
+    def __init__(self, model: Transformer, *, batch_size: int = 1, compile: bool = False) -> None:
+        self.model = model
+        self.batch_size = batch_size
+        self.compile_statistics = CompileStatistics()
+        self.is_compiled = compile
+        self.context = model.config.max_seq_len
+        self.device = model.tok_embeddings.weight.device
+        self._steps: dict[int, Step] = {}
+        self._capacity = 0
+        self._input_pos = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.reserve(min(INITIAL_CAPACITY, self.context))
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the cache can hold now."""
+        return self._capacity
+
+    @torch.no_grad()
+    def reserve(self, length: int) -> None:
+        """Make room for `length` tokens and keep what the cache holds; raise PromptError beyond the context."""
+        if length > self.context:
+            raise PromptError(
+                f"{length} tokens are asked for but the model's context is {self.context}; "
+                "shorten the prompt or ask for fewer new tokens"
+            )
+        if length <= self._capacity:
+            return
+        capacity = min(self.context, max(length, 2 * self._capacity))
+        held = [(cache.k, cache.v) for cache in self.model.list_caches()] if self._capacity else []
+        # Padding of the last chunk is written after the last token.
+        slots = round_up(capacity, KV_ALIGNMENT) + max(PREFILL_CHUNKS)
+        self.model.setup_caches(self.batch_size, slots)
+        for cache, (k, v) in zip(self.model.list_caches(), held, strict=False):
+            cache.k[:, :, : self._capacity] = k[:, :, : self._capacity]
+            cache.v[:, :, : self._capacity] = v[:, :, : self._capacity]
+        self._positions = torch.arange(slots, device=self.device)
+        self._capacity = capacity
+
+    def warm_up(self, prompt_tokens: int | None = None) -> None:
+        """Compile the steps that a prompt of that length needs, or any prompt if None."""
+        sizes = set(PREFILL_CHUNKS if prompt_tokens is None else plan_chunks(prompt_tokens)) | {1}
+        for size in sorted(sizes, reverse=True):
+            self._get_step(size)
+
+    @torch.no_grad()
+    def prefill(self, tokens: Sequence[int], start: int = 0) -> Tensor:
+        """Read tokens into the cache from position `start` on; (B, V) float32 logits after the last.
+
+        With B > 1 all rows read the same tokens; they are computed once.
+        """
+        self.reserve(start + len(tokens))
+        remaining = torch.tensor(tokens, dtype=torch.int64)
+        for size in plan_chunks(len(tokens)):
+            chunk, remaining = remaining[:size], remaining[size:]
+            padded = torch.zeros(1, size, dtype=torch.int64)
+            padded[0, : len(chunk)] = chunk
+            last = torch.tensor([len(chunk) - 1], device=self.device)
+            input_pos = self._positions[start : start + size].clone()
+            kv_pos = self._positions[: round_up(start + len(chunk), KV_ALIGNMENT)]
+            logits = self._get_step(size)(self.model, padded.to(self.device), input_pos, kv_pos, last)
+            start += len(chunk)
+        return logits.expand(self.batch_size, -1)
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor, position: int) -> Tensor:
+        """Extend every row by its token (B,) int64 at `position`; (B, V) float32 logits of the next."""
+        self.reserve(position + 1)
+        self._input_pos.fill_(position)
+        kv_pos = self._positions[: round_up(position + 1, KV_ALIGNMENT)]
+        return self._get_step(1)(self.model, tokens[:, None].contiguous(), self._input_pos, kv_pos)
+
+    def _get_step(self, size: int) -> Step:
+        if size not in self._steps:
+            self._steps[size] = self._make_step(size)
+        return self._steps[size]
+
+    def _make_step(self, size: int) -> Step:
+        function: Step = decode_one_token if size == 1 else prefill
+        if not self.is_compiled:
+            return function
+        try:
+            step = compile_step(function, self.model, self._make_inputs(size))
+        except CompilationError as error:
+            logger.warning("this machine cannot compile (%s); the steps run eagerly, which is slower", error)
+            self.is_compiled = False
+            self._steps.clear()
+            return function
+        self.compile_statistics.seconds += step.seconds
+        self.compile_statistics.loaded += step.is_cached
+        self.compile_statistics.compiled += not step.is_cached
+        return step.call
+
+    def _make_inputs(self, size: int) -> dict[str, Tensor]:
+        """Inputs of a step like those of every later call."""
+        rows = self.batch_size if size == 1 else 1
+        inputs = {
+            "tokens": torch.zeros(rows, size, dtype=torch.int64, device=self.device),
+            "input_pos": self._positions[:size].clone(),
+            "kv_pos": self._positions[: round_up(size, KV_ALIGNMENT)],
+        }
+        return inputs if size == 1 else inputs | {"last": torch.tensor([size - 1], device=self.device)}
+
+
+def plan_chunks(length: int) -> list[int]:
+    """The sizes of the chunks that a prompt of `length` tokens is read in; only the last is padded.
+
+    Large chunks while they are more than half full, then small ones.
+    """
+    small, large = PREFILL_CHUNKS
+    n_large = (length + large // 2 - 1) // large
+    n_small = -(-max(0, length - n_large * large) // small)
+    return [large] * n_large + [small] * n_small
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not below `value`."""
+    return -(-value // multiple) * multiple

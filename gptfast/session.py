@@ -1,0 +1,170 @@
+"""A model ready to run: `load` reads a checkpoint and chooses the device and dtype that it runs in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from gptfast.cache import get_cache_dir, is_writable, replace_atomically
+from gptfast.chat import ChatTemplate
+from gptfast.checkpoint.base import Checkpoint
+from gptfast.compilation import describe_cpu
+from gptfast.config import GenerationDefaults
+from gptfast.errors import UserError
+from gptfast.loading import load_model
+from gptfast.runner import Runner
+from gptfast.tokenizer import Tokenizer
+
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+@dataclass
+class Session:
+    """A model ready to run, and what its key/value cache holds; made by `load`.
+
+    Attributes:
+        runner: executes the model's steps.
+        tokenizer: None for random weights.
+        chat_template: None for a base model.
+        defaults: what the checkpoint says about starting, ending and sampling text.
+        load_s: seconds from the checkpoint on disk to the model in memory.
+        weight_bytes_per_token: bytes of weights that a decode step reads.
+        cached_ids: the tokens whose keys and values the cache holds.
+    """
+
+    runner: Runner
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    defaults: GenerationDefaults
+    load_s: float
+    weight_bytes_per_token: int
+    cached_ids: list[int] = field(default_factory=list)
+
+
+def load(
+    path: str | Path | None = None,
+    *,
+    preset: str | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
+    compile: bool = False,
+    batch_size: int = 1,
+    threads: int | None = None,
+) -> Session:
+    """Load a model and make it ready to run.
+
+    Args:
+        path: a checkpoint directory or GGUF file; None for the default model, fetched if need be.
+        preset: instead of `path`, an architecture to fill with random weights.
+        device: `cpu`, `cuda` or `auto` (CUDA where there is one).
+        dtype: one of `DTYPES`; None for bfloat16 on CUDA and, on a CPU, what is measured to be faster there.
+        compile: run compiled steps; the first start on a machine compiles them, later ones load them.
+        batch_size: texts that are decoded at once.
+        threads: for the CPU, of the whole process; None leaves torch's own choice.
+
+    Raises:
+        UserError: a setting that cannot be honoured, or a checkpoint that cannot be read.
+    """
+    if batch_size < 1:
+        raise UserError(f"batch size is {batch_size}; it must be at least 1")
+    if threads is not None:
+        if threads < 1:
+            raise UserError(f"{threads} threads cannot run anything; give at least 1")
+        torch.set_num_threads(threads)
+    chosen_device = choose_device(device)
+    chosen_dtype = choose_dtype(dtype, chosen_device)
+    start = time.perf_counter()
+    checkpoint = _open(path, preset)
+    model = load_model(checkpoint, device=chosen_device, dtype=chosen_dtype)
+    return Session(
+        runner=Runner(model, batch_size=batch_size, compile=compile),
+        tokenizer=checkpoint.load_tokenizer(),
+        chat_template=checkpoint.read_chat_template(),
+        defaults=checkpoint.generation,
+        load_s=time.perf_counter() - start,
+        weight_bytes_per_token=model.count_weight_bytes_per_token(),
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; raises UserError if this machine lacks it."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device {name!r} is not supported; use cpu, cuda or auto")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device cuda is asked for but torch finds no CUDA GPU; use --device cpu or a CUDA build of torch")
+    return torch.device(name)
+
+
+def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """The dtype of that name, or the device's best; raises UserError if the device cannot compute in it."""
+    if name is None:
+        return measure_cpu_dtype() if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise UserError(f"dtype {name!r} is not supported; use {', '.join(DTYPES)}")
+    dtype = DTYPES[name]
+    if device.type == "cpu" and dtype == torch.float16:
+        raise UserError("dtype float16 is not supported on cpu, which has no fast arithmetic for it; use bfloat16")
+    if device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        raise UserError("dtype bfloat16 is not supported on a GPU older than sm_80; use float16")
+    return dtype
+
+
+def measure_cpu_dtype() -> torch.dtype:
+    """Bfloat16 or float32, whichever multiplies a matrix with a vector sooner on this CPU; measured once.
+
+    Half the bytes are no gain where the CPU has to widen every weight by hand.
+    """
+    key = hashlib.sha256(f"{describe_cpu()}|{torch.__version__}|{torch.get_num_threads()}".encode()).hexdigest()[:24]
+    path = get_cache_dir() / "cpu-dtype" / f"{key}.json"
+    if path.exists():
+        seconds = json.loads(path.read_text())
+    else:
+        seconds = {name: time_matrix_vector(DTYPES[name]) for name in ("float32", "bfloat16")}
+        if is_writable(path.parent):
+            with replace_atomically(path) as partial:
+                partial.write_text(json.dumps(seconds))
+    return DTYPES[min(seconds, key=lambda name: float(seconds[name]))]
+
+
+@torch.no_grad()
+def time_matrix_vector(dtype: torch.dtype) -> float:
+    """The least of five times, in seconds, of a product that is larger than the caches of most CPUs."""
+    weight = torch.ones(8192, 4096, dtype=dtype)
+    x = torch.ones(1, 4096, dtype=dtype)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        F.linear(x, weight)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _open(path: str | Path | None, preset: str | None) -> Checkpoint:
+    if preset is not None:
+        if path is not None:
+            raise UserError(f"both the checkpoint {path} and random weights for {preset} are asked for; give one")
+        from gptfast.checkpoint.random import RandomCheckpoint
+
+        return RandomCheckpoint(preset)
+    from gptfast.checkpoint import open_checkpoint
+
+    if path is None:
+        from gptfast.download import get_default_model
+
+        path = get_default_model()
+    return open_checkpoint(Path(path).expanduser())
