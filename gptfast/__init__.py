@@ -1,8 +1,8 @@
 """gptfast: latency-first decoding of Llama-family models in native PyTorch.
 
-    session = gptfast.load(compile=True)
-    for piece in gptfast.stream(session, "The history of the Roman Empire begins with"):
-        print(piece, end="")
+session = gptfast.load(compile=True)
+for piece in gptfast.stream(session, "The history of the Roman Empire begins with"):
+    print(piece, end="")
 """
 
 from __future__ import annotations

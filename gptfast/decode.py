@@ -16,9 +16,11 @@ def prefill(model: Transformer, tokens: Tensor, input_pos: Tensor, kv_pos: Tenso
     A chunk shorter than S is padded at its end. The padding writes to slots after the prompt's, which are
     rewritten before they are ever looked at.
     """
-    return model(tokens, input_pos, kv_pos, last)[:, 0]
+    logits: Tensor = model(tokens, input_pos, kv_pos, last)
+    return logits[:, 0]
 
 
 def decode_one_token(model: Transformer, tokens: Tensor, input_pos: Tensor, kv_pos: Tensor) -> Tensor:
     """Extend every row by one token (B, 1) at `input_pos` (1,); (B, V) float32 logits of the next."""
-    return model(tokens, input_pos, kv_pos)[:, -1]
+    logits: Tensor = model(tokens, input_pos, kv_pos)
+    return logits[:, -1]

@@ -218,9 +218,7 @@ def stream(
     Raises:
         PromptError: the prompt is empty, does not fit the context, or needs a tokenizer or template that is missing.
     """
-    return Stream(
-        session, prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, reuse_cache=reuse_cache
-    )
+    return Stream(session, prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, reuse_cache=reuse_cache)
 
 
 def generate(
@@ -310,5 +308,3 @@ def count_common(a: Sequence[int], b: Sequence[int]) -> int:
             break
         count += 1
     return count
-
-

@@ -79,6 +79,6 @@ def _read_parameter(
             return view.contiguous()
     weight = torch.empty(shape, dtype=dtype, device=device)
     rows = [shapes[source][0] for source in sources] if len(sources) > 1 else [shape[0]]
-    for source, part in zip(sources, weight.split(rows), strict=True):
+    for source, part in zip(sources, torch.split(weight, rows), strict=True):
         checkpoint.read_into(source, part)
     return weight

@@ -43,8 +43,9 @@ class Transformer(nn.Module):
         The caches have the weights' dtype; earlier ones are dropped, and with them what they held.
         """
         weight = self.tok_embeddings.weight
-        for layer in self.layers:
-            layer.attention.setup_cache(batch_size, max_seq_len, dtype=weight.dtype, device=weight.device)
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.setup_cache(batch_size, max_seq_len, dtype=weight.dtype, device=weight.device)
         cos, sin = compute_rope_tables(self.config, max_seq_len)
         self.register_buffer("rope_cos", cos.to(weight.device), persistent=False)
         self.register_buffer("rope_sin", sin.to(weight.device), persistent=False)
@@ -81,8 +82,8 @@ class Transformer(nn.Module):
         if rows is not None:
             x = x[:, rows]
         x = self.norm(x)
-        logits = F.linear(x, self.tok_embeddings.weight) if self.output is None else self.output(x)
-        return logits.float()
+        head = self.tok_embeddings if self.output is None else self.output
+        return F.linear(x, head.weight).float()
 
 
 class TransformerBlock(nn.Module):
@@ -101,7 +102,8 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, input_pos: Tensor) -> Tensor:
         """(B, S, E) in, (B, S, E) out; see `Transformer.forward` and `build_attention_mask` for the rest."""
         x = x + self.attention(self.attention_norm(x), cos, sin, mask, input_pos)
-        return x + self.feed_forward(self.ffn_norm(x))
+        x = x + self.feed_forward(self.ffn_norm(x))
+        return x
 
 
 class Attention(nn.Module):
@@ -140,7 +142,8 @@ class Attention(nn.Module):
         q = q.view(B, S, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(B, K, -1, D)
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
         y = y.view(B, K, H // K, S, D).permute(0, 3, 1, 2, 4).reshape(B, S, H * D)
-        return self.wo(y)
+        projected: Tensor = self.wo(y)
+        return projected
 
 
 class KVCache(nn.Module):
@@ -178,7 +181,8 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., E) in, (..., E) out."""
         gate, up = self.w13(x).chunk(2, dim=-1)
-        return self.w2(F.silu(gate) * up)
+        down: Tensor = self.w2(F.silu(gate) * up)
+        return down
 
 
 class RMSNorm(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,7 +107,9 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("device cuda is asked for but torch finds no CUDA GPU; use --device cpu or a CUDA build of torch")
+        raise UserError(
+            "device cuda is asked for but torch finds no CUDA GPU; use --device cpu or a CUDA build of torch"
+        )
     return torch.device(name)
 
 
@@ -132,26 +135,27 @@ def measure_cpu_dtype() -> torch.dtype:
     key = hashlib.sha256(f"{describe_cpu()}|{torch.__version__}|{torch.get_num_threads()}".encode()).hexdigest()[:24]
     path = get_cache_dir() / "cpu-dtype" / f"{key}.json"
     if path.exists():
-        seconds = json.loads(path.read_text())
+        seconds: dict[str, float] = json.loads(path.read_text())
     else:
-        seconds = {name: time_matrix_vector(DTYPES[name]) for name in ("float32", "bfloat16")}
+        seconds = time_matrix_vector(("float32", "bfloat16"))
         if is_writable(path.parent):
             with replace_atomically(path) as partial:
                 partial.write_text(json.dumps(seconds))
-    return DTYPES[min(seconds, key=lambda name: float(seconds[name]))]
+    return DTYPES[min(seconds, key=lambda name: seconds[name])]
 
 
 @torch.no_grad()
-def time_matrix_vector(dtype: torch.dtype) -> float:
-    """The least of five times, in seconds, of a product that is larger than the caches of most CPUs."""
-    weight = torch.ones(8192, 4096, dtype=dtype)
-    x = torch.ones(1, 4096, dtype=dtype)
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        F.linear(x, weight)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+def time_matrix_vector(names: tuple[str, ...]) -> dict[str, float]:
+    """The least of ten times, in seconds, of a product that no cache can hold; the dtypes take turns."""
+    seconds = dict.fromkeys(names, math.inf)
+    weights = {name: torch.ones(8192, 4096, dtype=DTYPES[name]) for name in names}
+    for _ in range(10):
+        for name, weight in weights.items():
+            x = torch.ones(1, 4096, dtype=weight.dtype)
+            start = time.perf_counter()
+            F.linear(x, weight)
+            seconds[name] = min(seconds[name], time.perf_counter() - start)
+    return seconds
 
 
 def _open(path: str | Path | None, preset: str | None) -> Checkpoint:

@@ -97,4 +97,4 @@ def refuse_git_lfs_pointer(path: Path) -> None:
 
 def deinterleave_rotary_rows(weight: Tensor, head_dim: int) -> Tensor:
     """Reorder the rows (heads * D, ...) of `wq` or `wk` from rotary pairs (2i, 2i + 1) to (i, i + D/2)."""
-    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+    return weight.view(-1, head_dim // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)

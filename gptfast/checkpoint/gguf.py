@@ -139,7 +139,10 @@ class GgufCheckpoint(Checkpoint):
                     f"{self.path} ends before its tensor {stored.name}; it is only partly downloaded, "
                     "so download it again"
                 )
-        return torch.UntypedStorage.from_file(str(self.path), shared=False, nbytes=size)
+        storage: torch.UntypedStorage = torch.UntypedStorage.from_file(  # type: ignore[assignment]
+            str(self.path), shared=False, nbytes=size
+        )
+        return storage
 
     def _get_bytes(self, stored: StoredTensor) -> Tensor:
         # Every tensor has a storage of its own: torch.compile takes tensors that share one for aliases.

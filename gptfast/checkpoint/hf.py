@@ -60,7 +60,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     def read(self, name: str) -> Tensor:
         """See `Checkpoint.read`."""
         file, stored_name = self._locations[name]
-        tensor: Tensor = self._files[file].get_tensor(stored_name)
+        tensor: Tensor = self._files[file].get_tensor(stored_name)  # type: ignore[no-untyped-call]
         return tensor
 
     def view(self, name: str) -> Tensor:
@@ -116,7 +116,7 @@ def _locate_tensors(path: Path, files: dict[Path, safetensors.safe_open]) -> dic
     """Where each tensor lies, by canonical name, checked against the index where there is one."""
     locations: dict[str, tuple[Path, str]] = {}
     for file, opened in files.items():
-        for stored_name in opened.keys():  # noqa: SIM118: not a dict
+        for stored_name in opened.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118
             if DERIVED_TENSOR.fullmatch(stored_name):
                 continue
             name = canonicalize_name(stored_name)
@@ -131,6 +131,7 @@ def _locate_tensors(path: Path, files: dict[Path, safetensors.safe_open]) -> dic
             found = locations.get(canonicalize_name(stored_name))
             if not DERIVED_TENSOR.fullmatch(stored_name) and (found is None or found[0].name != file_name):
                 raise CheckpointError(
-                    f"tensor {stored_name} is listed in {index_path} but is not in {file_name}; download that shard again"
+                    f"tensor {stored_name} is listed in {index_path} but is not in {file_name}; "
+                    "download that shard again"
                 )
     return locations

@@ -1,0 +1,5 @@
+"""`python -m gptfast`."""
+
+from gptfast.cli.main import run
+
+run()

@@ -1,0 +1,259 @@
+"""`gptfast generate`: text on standard output, what was measured on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from gptfast.config import SamplingConfig
+from gptfast.errors import PromptError, UserError
+
+if TYPE_CHECKING:
+    from gptfast.cli.report import RunReport
+    from gptfast.generation import GenerationResult, Prompt, Stream
+    from gptfast.session import Session
+
+DEFAULT_QUESTION = "What is the capital of France, and what is it known for?"
+DEFAULT_TEXT = "The history of the Roman Empire begins with"
+SYNTHETIC_TOKENS = 32
+INTERRUPTED = 130
+
+
+class Options(NamedTuple):
+    """The command line, as the functions below need it."""
+
+    prompt: str | None
+    prompt_file: str | None
+    chat: bool
+    system: str | None
+    max_new_tokens: int | None
+    stop: tuple[str, ...]
+    num_samples: int
+    interactive: bool
+    profile: Path | None
+    as_json: bool
+
+
+@click.command(name="generate")
+@click.option(
+    "--checkpoint",
+    "--checkpoint-path",
+    metavar="PATH",
+    help="Model directory or GGUF file [default: SmolLM2-135M-Instruct, fetched once].",
+)
+@click.option("--random", "preset", metavar="PRESET", help="Random weights in a preset's shapes, such as llama-3.2-1b.")
+@click.option(
+    "--prompt",
+    metavar="TEXT",
+    help="Text to complete; - reads standard input; a number makes a synthetic prompt of that many tokens.",
+)
+@click.option("--prompt-file", metavar="FILE", help="Complete the text of a file; - is standard input.")
+@click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template.")
+@click.option("--system", metavar="TEXT", help="A system message; implies --chat.")
+@click.option("--interactive", is_flag=True, help="Chat over several turns; Ctrl-D ends it.")
+@click.option("--max-new-tokens", type=int, help="At most so many tokens [default: 256].")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End the text where this occurs; may be repeated.")
+@click.option("--num-samples", type=int, default=1, show_default=True, help="Generate so many texts.")
+@click.option("--batch-size", type=int, default=1, show_default=True, help="Decode so many of them at once.")
+@click.option("--temperature", type=float, help="0 is greedy [default: what the checkpoint asks for, else 0].")
+@click.option("--top-k", type=int, help="Sample from the k likeliest tokens; 0 from all.")
+@click.option("--top-p", type=float, help="Sample from the likeliest tokens that make up this probability.")
+@click.option("--min-p", type=float, help="Leave out tokens less likely than this share of the likeliest.")
+@click.option("--repetition-penalty", type=float, help="Above 1, tokens seen before become less likely.")
+@click.option("--seed", type=int, help="The same seed gives the same text [default: a new one, printed].")
+@click.option("--compile", is_flag=True, help="Compile the decoding steps; cached for later starts.")
+@click.option(
+    "--compile-prefill", is_flag=True, hidden=True, help="Accepted for gpt-fast's users: --compile does both."
+)
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
+@click.option("--dtype", help="float32, bfloat16 or float16 [default: the fastest on the device].")
+@click.option("--threads", type=int, help="CPU threads [default: torch's choice].")
+@click.option("--profile", type=click.Path(dir_okay=False, path_type=Path), help="Write a trace for chrome://tracing.")
+@click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
+def command(
+    checkpoint: str | None,
+    preset: str | None,
+    seed: int | None,
+    compile: bool,
+    compile_prefill: bool,
+    device: str,
+    dtype: str | None,
+    threads: int | None,
+    batch_size: int,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
+    **others: Any,
+) -> int:
+    """Generate text with a model and print what it took."""
+    options = Options(**others)
+    check_options(options)
+    seed = secrets.randbits(31) if seed is None else seed
+    changes: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+    }
+    changes = {name: value for name, value in changes.items() if value is not None}
+    SamplingConfig(**changes)  # refuses what no checkpoint could make valid
+
+    start = time.perf_counter()
+    from gptfast.cli.report import RunReport
+    from gptfast.session import load
+
+    import_s = time.perf_counter() - start
+    session = load(
+        checkpoint,
+        preset=preset,
+        device=device,
+        dtype=dtype,
+        compile=compile or compile_prefill,
+        batch_size=batch_size,
+        threads=threads,
+    )
+    sampling = dataclasses.replace(session.defaults.sampling, **changes)
+    with record_profile(options.profile):
+        if options.interactive:
+            from gptfast.cli.interactive import chat
+
+            return chat(session, sampling, options)
+        results, interrupted = print_samples(session, sampling, options)
+    weight = session.runner.model.tok_embeddings.weight
+    dtype_name = str(weight.dtype).removeprefix("torch.")
+    print_report(RunReport(session, results, import_s, weight.device.type, dtype_name, seed), options.as_json)
+    return INTERRUPTED if interrupted else 0
+
+
+def check_options(options: Options) -> None:
+    """Refuse what can be refused before a model is loaded."""
+    if options.prompt is not None and options.prompt_file is not None:
+        raise UserError("both --prompt and --prompt-file are given; give one of them")
+    if options.interactive and (options.prompt is not None or options.prompt_file is not None):
+        raise UserError("--interactive asks for its prompts; leave out --prompt and --prompt-file")
+    if options.interactive and (options.num_samples != 1 or options.as_json):
+        raise UserError("--interactive is a conversation; leave out --num-samples and --json")
+    if options.num_samples < 1:
+        raise UserError(f"num-samples is {options.num_samples}; it must be at least 1")
+    if options.max_new_tokens is not None and options.max_new_tokens < 0:
+        raise UserError(f"max-new-tokens is {options.max_new_tokens}; it must be 0 or more")
+    if "" in options.stop:
+        raise UserError("an empty --stop would end every text at once; leave it out")
+
+
+def print_samples(session: Session, sampling: SamplingConfig, options: Options) -> tuple[list[GenerationResult], bool]:
+    """Print every sample's text as it comes; the results, and whether Ctrl-C ended them early."""
+    from gptfast.generation import Stream, encode_prompt
+
+    prompt = encode_prompt(session, build_prompt(session, options))
+    session.runner.warm_up(len(prompt))
+    results: list[GenerationResult] = []
+    size = session.runner.batch_size
+    for first in range(0, options.num_samples, size):
+        batch = Stream(
+            session,
+            prompt,
+            max_new_tokens=options.max_new_tokens,
+            sampling=sampling,
+            stop=options.stop,
+            sample_ids=range(first, first + size),
+        )
+        is_interrupted = print_stream(batch)
+        kept = batch.results()[: options.num_samples - first]
+        for result in kept if session.tokenizer is None else kept[1:]:
+            click.echo(result.text if session.tokenizer else " ".join(map(str, result.token_ids)))
+        results += kept
+        if is_interrupted:
+            return results, True
+    return results, False
+
+
+def print_stream(pieces: Stream) -> bool:
+    """Print a text piece by piece and end its line; True if Ctrl-C ended it early."""
+    is_interrupted = False
+    try:
+        for piece in pieces:
+            click.echo(piece, nl=False)
+    except KeyboardInterrupt:
+        is_interrupted = True
+    if pieces.result.text:
+        click.echo()
+    return is_interrupted
+
+
+def build_prompt(session: Session, options: Options) -> Prompt:
+    """What the command line asks to continue, or the default prompt: a question if the model can chat."""
+    from gptfast.chat import Message
+    from gptfast.generation import make_synthetic_prompt
+
+    text = read_prompt_text(options)
+    if text is None and session.tokenizer is None:
+        return make_synthetic_prompt(session, SYNTHETIC_TOKENS)
+    if text is not None and text.isdecimal() and options.prompt_file is None and options.prompt != "-":
+        return make_synthetic_prompt(session, int(text))
+    chats = options.chat or options.system is not None or (text is None and session.chat_template is not None)
+    if not chats:
+        return DEFAULT_TEXT if text is None else text
+    if session.chat_template is None:
+        raise PromptError("this model has no chat template; leave out --chat and --system, and give text to complete")
+    system = [] if options.system is None else [Message("system", options.system)]
+    return [*system, Message("user", DEFAULT_QUESTION if text is None else text)]
+
+
+def read_prompt_text(options: Options) -> str | None:
+    """The prompt as text, from wherever the command line says; None if it says nothing."""
+    if options.prompt == "-" or options.prompt_file == "-":
+        return decode_utf8(sys.stdin.buffer.read(), "standard input")
+    if options.prompt_file is not None:
+        try:
+            return decode_utf8(Path(options.prompt_file).read_bytes(), options.prompt_file)
+        except OSError as error:
+            raise PromptError(f"the prompt file {options.prompt_file} cannot be read: {error.strerror}") from error
+    return options.prompt
+
+
+def decode_utf8(data: bytes, source: str) -> str:
+    """The bytes as text; raises PromptError naming where they came from."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{source} is not UTF-8 text (byte {error.start}); convert it first") from error
+
+
+@contextlib.contextmanager
+def record_profile(path: Path | None) -> Iterator[None]:
+    """Trace what runs within and write it to `path`, if one is given."""
+    if path is None:
+        yield
+        return
+    if not path.parent.is_dir():
+        raise UserError(f"{path} cannot be written: {path.parent} is not a directory")
+    import torch.profiler
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        yield
+    profile.export_chrome_trace(str(path))
+    click.echo(f"trace written to {path}", err=True)
+
+
+def print_report(report: RunReport, as_json: bool) -> None:
+    """The figures on standard error, and on request as the last line of standard output."""
+    click.echo(report.to_text(), err=True)
+    if as_json:
+        click.echo(json.dumps(report.to_json()))

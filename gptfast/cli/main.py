@@ -1,0 +1,80 @@
+"""The `gptfast` command: subcommands imported when they are called, and one place that ends the process."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+from typing import NoReturn
+
+import click
+
+import gptfast
+from gptfast.errors import UserError
+
+COMMANDS = ("generate", "inspect", "download")
+USAGE_ERROR = 2
+
+
+class LazyGroup(click.Group):
+    """A group whose commands live in modules of their names, so that `--help` waits for no torch."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Every subcommand, in the order of the help text."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the subcommand, or return None for an unknown name."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"gptfast.cli.{cmd_name}").command
+        return command
+
+
+def accept_snake_case(name: str) -> str:
+    """The kebab-case spelling of an option; gpt-fast's users know the other one."""
+    return name.replace("_", "-") if name.startswith("-") else name
+
+
+@click.group(cls=LazyGroup, context_settings={"token_normalize_func": accept_snake_case, "max_content_width": 100})
+@click.version_option(gptfast.__version__, prog_name="gptfast")
+def main() -> None:
+    """Decode Llama-family models one user at a time, every token as soon as the memory allows."""
+
+
+def run(command: str | None = None) -> NoReturn:
+    """Run the command line and exit: 0, 2 for what the user can mend, 130 after Ctrl-C, 141 for a closed pipe.
+
+    `command` is a subcommand to run as if it were the program.
+    """
+    show_log_lines()
+    arguments = sys.argv[1:] if command is None else [command, *sys.argv[1:]]
+    program = "gptfast" if command is None else os.path.basename(sys.argv[0])
+    try:
+        result = main.main(args=arguments, prog_name=program, standalone_mode=False)
+        sys.stdout.flush()
+        sys.exit(result if isinstance(result, int) else 0)
+    except UserError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(USAGE_ERROR)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:
+        # Whoever read us has seen enough; the interpreter must not complain when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def show_log_lines() -> None:
+    """Print what the library logs as single lines on standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("gptfast")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

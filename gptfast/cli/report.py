@@ -1,0 +1,115 @@
+"""What a run of `generate` measured, for people and as JSON."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from gptfast.generation import GenerationResult
+    from gptfast.session import Session
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """The figures of one run: every batch of samples that was decoded, after one load and one warm-up.
+
+    Prefill and decode rates are totals over the batches; loading, compiling and detokenizing are outside them.
+    """
+
+    session: Session
+    results: Sequence[GenerationResult]
+    import_s: float
+    device: str
+    dtype: str
+    seed: int
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens after each row's first, over the time of the steps that made them."""
+        seconds = sum(result.decode_s / result.batch_size for result in self.results)
+        return sum(result.new_tokens - 1 for result in self.results if result.new_tokens) / seconds if seconds else 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens computed, over the time of their steps; a batch shares one prefill."""
+        seconds = sum(result.prefill_s / result.batch_size for result in self.results)
+        tokens = sum((result.prompt_tokens - result.reused_tokens) / result.batch_size for result in self.results)
+        return tokens / seconds if seconds else 0.0
+
+    @property
+    def bandwidth_gb_per_s(self) -> float:
+        """Bytes of weights read per second while decoding, in GB = 1e9; a batch reads them once per step."""
+        rate = self.decode_tokens_per_s / self.session.runner.batch_size
+        return rate * self.session.weight_bytes_per_token / 1e9
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented fields; with several samples, the first one's text and all of them in `samples`."""
+        first = self.results[0]
+        fields = {
+            "text": first.text,
+            "token_ids": list(first.token_ids),
+            "prompt_tokens": first.prompt_tokens,
+            "new_tokens": first.new_tokens,
+            "finish_reason": first.finish_reason,
+            "load_s": self.session.load_s,
+            "compile_s": self.session.runner.compile_statistics.seconds,
+            "ttft_s": first.ttft_s,
+            "prefill_tokens_per_s": self.prefill_tokens_per_s,
+            "decode_tokens_per_s": self.decode_tokens_per_s,
+            "weight_bytes_per_token": self.session.weight_bytes_per_token,
+            "bandwidth_gb_per_s": self.bandwidth_gb_per_s,
+            "peak_memory_bytes": get_peak_memory_bytes(self.device),
+            "device": self.device,
+            "dtype": self.dtype,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "seed": self.seed,
+        }
+        if len(self.results) > 1:
+            fields["samples"] = [
+                {"text": r.text, "token_ids": list(r.token_ids), "finish_reason": r.finish_reason} for r in self.results
+            ]
+        return fields
+
+    def to_text(self) -> str:
+        """A few aligned lines."""
+        first = self.results[0]
+        new_tokens = sum(result.new_tokens for result in self.results)
+        reused = f" ({first.reused_tokens} more were in the cache)" if first.reused_tokens else ""
+        megabytes = self.session.weight_bytes_per_token / 1e6
+        rows = [
+            ("run", f"{self.device}, {self.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}"),
+            ("start", f"import {self.import_s:.2f} s, load {self.session.load_s:.2f} s, {self._describe_compile()}"),
+            (
+                "prefill",
+                f"{first.prompt_tokens - first.reused_tokens} tokens{reused}, "
+                f"{self.prefill_tokens_per_s:.1f} tokens/s, first token after {first.ttft_s:.2f} s",
+            ),
+            ("decode", f"{new_tokens} tokens, {self.decode_tokens_per_s:.1f} tokens/s, ended by {first.finish_reason}"),
+            ("weights", f"{megabytes:,.1f} MB read per token, {self.bandwidth_gb_per_s:.1f} GB/s"),
+            ("memory", f"{get_peak_memory_bytes(self.device) / 1e9:.2f} GB peak"),
+        ]
+        if any(result.batch_size > 1 for result in self.results) or len(self.results) > 1:
+            rows.insert(3, ("samples", f"{len(self.results)}, {self.session.runner.batch_size} at once"))
+        return "\n".join(f"{name:8} {value}" for name, value in rows)
+
+    def _describe_compile(self) -> str:
+        statistics = self.session.runner.compile_statistics
+        if not self.session.runner.is_compiled:
+            return "not compiled (--compile is faster)"
+        kind = "cold" if statistics.compiled else "cached"
+        return f"compile {statistics.seconds:.2f} s ({kind})"
+
+
+def get_peak_memory_bytes(device: str) -> int:
+    """The most memory held so far: of the GPU on CUDA, else the process's resident set."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,1 @@
+"""What the product is tested against, written from the equations and formats instead of its code."""
