@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gptfast.checkpoint.base import Checkpoint, check_shape
+from gptfast.checkpoint.base import Checkpoint, check_tensor
 from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.errors import CheckpointError
 from gptfast.model import FUSED_PROJECTIONS, Transformer
@@ -75,7 +75,7 @@ def _read_parameter(
     if len(sources) == 1 and device.type == "cpu":
         view = checkpoint.view(sources[0])
         if view is not None and view.dtype == dtype:
-            check_shape(checkpoint.path, sources[0], tuple(view.shape), tuple(shape))
+            check_tensor(checkpoint.path, sources[0], view, tuple(shape))
             return view.contiguous()
     weight = torch.empty(shape, dtype=dtype, device=device)
     rows = [shapes[source][0] for source in sources] if len(sources) > 1 else [shape[0]]

@@ -54,7 +54,7 @@ class Checkpoint(abc.ABC):
     def read_into(self, name: str, out: Tensor) -> None:
         """Copy the tensor into `out`, of the same shape and any floating dtype."""
         tensor = self.read(name)
-        check_shape(self.path, name, tuple(tensor.shape), tuple(out.shape))
+        check_tensor(self.path, name, tensor, tuple(out.shape))
         out.copy_(tensor)
 
     @abc.abstractmethod
@@ -66,12 +66,17 @@ class Checkpoint(abc.ABC):
         """The checkpoint's own chat template; None for a base model."""
 
 
-def check_shape(path: Path, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """Raise CheckpointError if a tensor is not of the shape that the config asks for."""
-    if found != expected:
+def check_tensor(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise CheckpointError if a tensor is not of the shape that the config asks for, or not of real numbers."""
+    if tuple(tensor.shape) != shape:
         raise CheckpointError(
-            f"tensor {name} in {path} has shape {list(found)} but its config asks for {list(expected)}; "
+            f"tensor {name} in {path} has shape {list(tensor.shape)} but its config asks for {list(shape)}; "
             "the weights and the config are not of the same model"
+        )
+    if not tensor.is_floating_point():
+        raise CheckpointError(
+            f"tensor {name} in {path} is stored as {tensor.dtype}, a quantization that is not supported; "
+            "use a checkpoint in float32, float16 or bfloat16"
         )
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from gptfast.chat import ChatTemplate, read_chat_template
-from gptfast.checkpoint.base import Checkpoint, check_shape, deinterleave_rotary_rows, read_json
+from gptfast.checkpoint.base import Checkpoint, check_tensor, deinterleave_rotary_rows, read_json
+from gptfast.checkpoint.fields import Fields
 from gptfast.checkpoint.gguf_metadata import COMPLETE_MARKER, ROPE_FACTORS, open_metadata_directory
 from gptfast.checkpoint.hf_config import parse_config, parse_generation_defaults
 from gptfast.errors import CheckpointError
@@ -75,7 +76,9 @@ class GgufCheckpoint(Checkpoint):
         raw = read_json(self._directory / "config.json")
         generation = read_json(self._directory / "generation_config.json")
         self.config = parse_config(raw, str(path))
-        self.generation = parse_generation_defaults(raw, generation, self.config.vocab_size)
+        self.generation = parse_generation_defaults(
+            Fields(raw, str(path)), Fields(generation, str(path)), self.config.vocab_size
+        )
         stored = [
             StoredTensor(**{**entry, "shape": tuple(entry["shape"])})
             for entry in json.loads((self._directory / COMPLETE_MARKER).read_text())
@@ -107,10 +110,10 @@ class GgufCheckpoint(Checkpoint):
     def read_into(self, name: str, out: Tensor) -> None:
         """See `Checkpoint.read_into`; at most `DEQUANTIZED_AT_ONCE` elements stand beside `out` at a time."""
         stored = self._tensors[name]
-        check_shape(self.path, name, stored.shape, tuple(out.shape))
         if stored.type in DENSE_DTYPES:
-            out.copy_(self.read(name))
+            super().read_into(name, out)
             return
+        check_tensor(self.path, name, torch.empty(stored.shape, device="meta"), tuple(out.shape))
         for rows, values in self._dequantize(self.read_blocks(name)):
             out[rows] = values
 

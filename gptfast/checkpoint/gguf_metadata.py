@@ -17,6 +17,7 @@ from typing import Any
 import gptfast
 from gptfast.cache import get_cache_dir, is_writable
 from gptfast.checkpoint.base import refuse_git_lfs_pointer
+from gptfast.checkpoint.fields import Fields
 from gptfast.checkpoint.gguf_tokenizer import build_tokenizer_files
 from gptfast.errors import CheckpointError
 
@@ -97,9 +98,10 @@ def build_config(
 
     if get("expert_count"):
         raise CheckpointError(f"{source} holds a mixture of {get('expert_count')} experts; use a dense model")
-    heads = get("attention.head_count")
-    dim = get("embedding_length")
-    head_dim = get("attention.key_length") or (dim // heads if dim and heads else None)
+    sizes = Fields(fields, source)
+    heads = sizes.get_size(f"{architecture}.attention.head_count")
+    dim = sizes.get_size(f"{architecture}.embedding_length")
+    head_dim = sizes.get_size(f"{architecture}.attention.key_length", max(1, dim // heads))
     if get("rope.dimension_count", head_dim) != head_dim:
         raise CheckpointError(f"{source} rotates only a part of every head, which is not supported; use another model")
     rope: dict[str, Any] = {"rope_theta": get("rope.freq_base", 10_000.0), "rope_type": "default"}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gptfast.chat import ChatTemplate, read_chat_template
 from gptfast.checkpoint.base import Checkpoint, read_json, refuse_git_lfs_pointer
+from gptfast.checkpoint.fields import Fields
 from gptfast.checkpoint.hf_config import parse_config, parse_generation_defaults
 from gptfast.errors import CheckpointError
 from gptfast.tokenizer import Tokenizer, open_tokenizer
@@ -43,11 +44,12 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        raw = read_json(path / "config.json")
-        generation_path = path / "generation_config.json"
-        self.config = parse_config(raw, str(path / "config.json"))
+        config_path, generation_path = path / "config.json", path / "generation_config.json"
+        raw = read_json(config_path)
+        generation = read_json(generation_path) if generation_path.exists() else {}
+        self.config = parse_config(raw, str(config_path))
         self.generation = parse_generation_defaults(
-            raw, read_json(generation_path) if generation_path.exists() else {}, self.config.vocab_size
+            Fields(raw, str(config_path)), Fields(generation, str(generation_path)), self.config.vocab_size
         )
         self._files = {file: _open_file(file) for file in _list_files(path)}
         self._locations = _locate_tensors(path, self._files)
@@ -86,20 +88,22 @@ def canonicalize_name(name: str) -> str:
 
 
 def _list_files(path: Path) -> list[Path]:
-    index_path = path / INDEX_NAME
-    if index_path.exists():
-        weight_map = read_json(index_path).get("weight_map", {})
-        files = [path / name for name in sorted(set(weight_map.values()))]
-    elif (path / SINGLE_NAME).exists():
-        files = [path / SINGLE_NAME]
-    else:
-        files = sorted(path.glob("*.safetensors"))
+    if (path / INDEX_NAME).exists():
+        return [path / name for name in sorted(set(_read_weight_map(path).values()))]
+    files = [path / SINGLE_NAME] if (path / SINGLE_NAME).exists() else sorted(path.glob("*.safetensors"))
     if not files:
         raise CheckpointError(
             f"{path} holds no safetensors file; pickled .bin weights are not read, "
             "so save the model again with safe serialization"
         )
     return files
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    weight_map = read_json(path / INDEX_NAME).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(f"{path / INDEX_NAME} maps no tensors to files in weight_map; download it again")
+    return weight_map
 
 
 def _open_file(file: Path) -> safetensors.safe_open:
@@ -125,13 +129,12 @@ def _locate_tensors(path: Path, files: dict[Path, safetensors.safe_open]) -> dic
                     f"tensor {stored_name} stands in both {locations[name][0]} and {file}; remove one"
                 )
             locations[name] = file, stored_name
-    index_path = path / INDEX_NAME
-    if index_path.exists():
-        for stored_name, file_name in read_json(index_path).get("weight_map", {}).items():
+    if (path / INDEX_NAME).exists():
+        for stored_name, file_name in _read_weight_map(path).items():
             found = locations.get(canonicalize_name(stored_name))
             if not DERIVED_TENSOR.fullmatch(stored_name) and (found is None or found[0].name != file_name):
                 raise CheckpointError(
-                    f"tensor {stored_name} is listed in {index_path} but is not in {file_name}; "
+                    f"tensor {stored_name} is listed in {path / INDEX_NAME} but is not in {file_name}; "
                     "download that shard again"
                 )
     return locations

@@ -6,151 +6,137 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from gptfast.checkpoint.fields import Fields
 from gptfast.config import GenerationDefaults, ModelConfig, RopeScaling, SamplingConfig
 from gptfast.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-"""The values of `model_type` that the model file computes."""
+ARCHITECTURE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32_768},
+    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "head_dim": 128},
+}
+"""The values of `model_type` that the model file computes, and what an absent key of each means to transformers."""
+UNSUPPORTED_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish", None),
+    "mlp_bias": (False, None),
+    "partial_rotary_factor": (1, None),
+    "quantization_config": (None,),
+}
+"""Settings that change what a model computes, with the values under which the model file computes it."""
 
 
 def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     """Turn a Hugging Face config into ours; `source` names it in errors.
 
-    Keys that are absent have the defaults of transformers. Raises CheckpointError for a key that is needed and
-    missing, and for a setting that the model cannot honour.
+    Raises CheckpointError for a key that is missing or malformed, and for a setting that the model cannot honour.
     """
     architecture = raw.get("model_type")
-    if architecture not in ARCHITECTURES:
-        raise CheckpointError(
-            f"{source} describes a model of type {architecture!r}; supported are {', '.join(ARCHITECTURES)}"
-        )
-    _refuse_unsupported(raw, source)
-    n_heads = _require(raw, "num_attention_heads", source)
-    dim = _require(raw, "hidden_size", source)
-    attention_bias = bool(raw.get("attention_bias", False))
+    if architecture not in list(ARCHITECTURE_DEFAULTS):
+        supported = ", ".join(ARCHITECTURE_DEFAULTS)
+        raise CheckpointError(f"{source} describes a model of type {architecture!r}; supported are {supported}")
+    refuse_unsupported(raw, source)
+    fields = Fields(ARCHITECTURE_DEFAULTS[architecture] | dict(raw), source)
+    dim, n_heads, n_layers = map(fields.get_size, ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    # transformers gives the other architectures no choice: qwen2 has q/k/v biases alone, mistral none.
+    has_biases = architecture in ("llama", "qwen3") and fields.get_flag("attention_bias")
+    rope = fields.get_fields("rope_parameters") or fields.get_fields("rope_scaling") or Fields({}, source)
     return ModelConfig(
         architecture=architecture,
         dim=dim,
-        n_layers=_require(raw, "num_hidden_layers", source),
+        n_layers=n_layers,
         n_heads=n_heads,
-        n_kv_heads=raw.get("num_key_value_heads") or n_heads,
-        head_dim=raw.get("head_dim") or dim // n_heads,
-        ffn_dim=_require(raw, "intermediate_size", source),
-        vocab_size=_require(raw, "vocab_size", source),
-        max_seq_len=raw.get("max_position_embeddings") or 2048,
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=_parse_rope_theta(raw),
-        rope_scaling=_parse_rope_scaling(raw, source),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=attention_bias or architecture == "qwen2",
-        output_bias=attention_bias,
+        n_kv_heads=fields.get_size("num_key_value_heads", n_heads),
+        head_dim=fields.get_size("head_dim", max(1, dim // n_heads)),
+        ffn_dim=fields.get_size("intermediate_size"),
+        vocab_size=fields.get_size("vocab_size"),
+        max_seq_len=fields.get_size("max_position_embeddings"),
+        norm_eps=fields.get_number("rms_norm_eps", 1e-6),
+        rope_theta=rope.get_number("rope_theta", fields.get_number("rope_theta", 10_000.0)),
+        rope_scaling=parse_rope_scaling(rope),
+        tie_word_embeddings=fields.get_flag("tie_word_embeddings"),
+        qkv_bias=has_biases or architecture == "qwen2",
+        output_bias=has_biases,
         qk_norm=architecture == "qwen3",
-        sliding_window=_parse_sliding_window(raw, architecture, source),
+        sliding_window=parse_sliding_window(fields, n_layers, is_default=architecture == "mistral"),
     )
 
 
-def parse_generation_defaults(
-    config: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: int
-) -> GenerationDefaults:
+def parse_generation_defaults(config: Fields, generation: Fields, vocab_size: int) -> GenerationDefaults:
     """Join what both files say of ending and sampling text; every end-of-sequence id of either counts.
 
     Sampling settings count where the model's makers asked for sampling (`do_sample`); else it is greedy.
     """
-    eos_ids: list[int] = []
-    for declared in (generation.get("eos_token_id"), config.get("eos_token_id")):
-        eos_ids += declared if isinstance(declared, list) else [] if declared is None else [declared]
-    bos_id = generation.get("bos_token_id", config.get("bos_token_id"))
-    for token_id in sorted({i for i in eos_ids if not 0 <= i < vocab_size}):
-        logger.warning("end-of-sequence id %d lies outside the vocabulary of %d; it is ignored", token_id, vocab_size)
+    eos_ids = list(dict.fromkeys(generation.get_ids("eos_token_id") + config.get_ids("eos_token_id")))
+    for token_id in eos_ids:
+        if not 0 <= token_id < vocab_size:
+            logger.warning("the end-of-sequence id %s is not in the vocabulary of %d; ignored", token_id, vocab_size)
     sampling = SamplingConfig()
-    if generation.get("do_sample"):
+    if generation.get_flag("do_sample"):
+        top_k = generation.raw.get("top_k")
         sampling = SamplingConfig(
-            temperature=_get_number(generation, "temperature", 1.0),
-            top_k=generation.get("top_k"),
-            top_p=_get_number(generation, "top_p", 1.0),
-            min_p=_get_number(generation, "min_p", 0.0),
-            repetition_penalty=_get_number(generation, "repetition_penalty", 1.0),
+            temperature=generation.get_number("temperature", 1.0),
+            top_k=generation.get_size("top_k") if top_k not in (None, 0, -1) else None,
+            top_p=generation.get_number("top_p", 1.0),
+            min_p=generation.get_number("min_p", 0.0),
+            repetition_penalty=generation.get_number("repetition_penalty", 1.0),
         )
+    bos_ids = generation.get_ids("bos_token_id") or config.get_ids("bos_token_id")
     return GenerationDefaults(
-        eos_ids=tuple(dict.fromkeys(i for i in eos_ids if 0 <= i < vocab_size)), bos_id=bos_id, sampling=sampling
+        eos_ids=tuple(token_id for token_id in eos_ids if 0 <= token_id < vocab_size),
+        bos_id=bos_ids[0] if bos_ids else None,
+        sampling=sampling,
     )
 
 
-def _require(raw: Mapping[str, Any], key: str, source: str) -> int:
-    value = raw.get(key)
-    if not isinstance(value, int):
-        raise CheckpointError(f"{source} has {key} = {value!r} where a whole number is needed; download it again")
-    return value
-
-
-def _get_number(raw: Mapping[str, Any], key: str, default: float) -> float:
-    value = raw.get(key)
-    return default if value is None else float(value)
-
-
-def _refuse_unsupported(raw: Mapping[str, Any], source: str) -> None:
-    required = {
-        "hidden_act": ("silu", "swish", None),
-        "mlp_bias": (False, None),
-        "partial_rotary_factor": (1, None),
-        "quantization_config": (None,),
-    }
-    for key, supported in required.items():
+def refuse_unsupported(raw: Mapping[str, Any], source: str) -> None:
+    """Raise CheckpointError for a setting that the model file cannot honour."""
+    for key, supported in UNSUPPORTED_SETTINGS.items():
         value = raw.get(key)
         if value not in supported:
-            if isinstance(value, dict):
-                value = value.get("quant_method", value)
-            raise CheckpointError(
-                f"{source} asks for {key} = {value!r}, which is not supported; use another checkpoint"
-            )
+            name = value.get("quant_method", value) if isinstance(value, dict) else value
+            raise CheckpointError(f"{source} asks for {key} = {name!r}, which is not supported; use another checkpoint")
 
 
-def _get_rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rotary settings: transformers 5 keeps all in `rope_parameters`, 4 the scaling in `rope_scaling`."""
-    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-
-
-def _parse_rope_theta(raw: Mapping[str, Any]) -> float:
-    return float(_get_rope_parameters(raw).get("rope_theta") or raw.get("rope_theta") or 10_000.0)
-
-
-def _parse_rope_scaling(raw: Mapping[str, Any], source: str) -> RopeScaling | None:
-    parameters = _get_rope_parameters(raw)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    try:
-        if kind in ("default", None):
-            return None
-        if kind == "linear":
-            return RopeScaling("linear", factor=float(parameters["factor"]))
-        if kind == "llama3":
-            return RopeScaling(
-                "llama3",
-                factor=float(parameters["factor"]),
-                low_freq_factor=float(parameters["low_freq_factor"]),
-                high_freq_factor=float(parameters["high_freq_factor"]),
-                original_max_seq_len=int(parameters["original_max_position_embeddings"]),
-            )
-        if kind == "factors":  # only in the metadata that we keep of a GGUF file
-            return RopeScaling("factors", factors=tuple(parameters["factors"]))
-    except KeyError as error:
-        raise CheckpointError(f"{source} asks for {kind} rotary scaling without saying its {error}") from error
-    raise CheckpointError(f"{source} asks for {kind!r} rotary scaling; supported are default, linear and llama3")
-
-
-def _parse_sliding_window(raw: Mapping[str, Any], architecture: str, source: str) -> int | None:
-    window = raw.get("sliding_window")
-    if window is None or architecture == "llama" or not raw.get("use_sliding_window", architecture == "mistral"):
+def parse_rope_scaling(rope: Fields) -> RopeScaling | None:
+    """The rotary scaling of `rope_parameters` (transformers 5) or `rope_scaling` (4), in either spelling."""
+    kind = rope.raw.get("rope_type", rope.raw.get("type", "default"))
+    if any(isinstance(value, dict) for value in rope.raw.values()):
+        raise CheckpointError(f"{rope.source} differ between layers, which is not supported; use another checkpoint")
+    if kind in ("default", None):
         return None
-    n_layers = raw["num_hidden_layers"]
-    first = raw.get("max_window_layers", 0)
-    default_types = ["full_attention"] * min(first, n_layers) + ["sliding_attention"] * (n_layers - first)
-    kinds = set(raw.get("layer_types") or default_types)
-    if kinds == {"full_attention"}:
+    rope = Fields(rope.raw, f"{kind} {rope.source}")
+    if kind == "linear":
+        return RopeScaling("linear", factor=rope.get_number("factor"))
+    if kind == "llama3":
+        return RopeScaling(
+            "llama3",
+            factor=rope.get_number("factor"),
+            low_freq_factor=rope.get_number("low_freq_factor"),
+            high_freq_factor=rope.get_number("high_freq_factor"),
+            original_max_seq_len=rope.get_size("original_max_position_embeddings"),
+        )
+    if kind == "factors":  # only in the metadata that is kept of a GGUF file
+        return RopeScaling("factors", factors=tuple(rope.get_numbers("factors")))
+    raise CheckpointError(f"{rope.source} is not a supported scaling; supported are default, linear and llama3")
+
+
+def parse_sliding_window(fields: Fields, n_layers: int, *, is_default: bool) -> int | None:
+    """The window that all layers share; `is_default` tells whether one counts without being switched on."""
+    if fields.raw.get("sliding_window") is None or not fields.get_flag("use_sliding_window", is_default):
         return None
-    if kinds == {"sliding_attention"}:
-        return int(window)
+    window = fields.get_size("sliding_window")
+    n_full = min(n_layers, fields.get_size("max_window_layers")) if fields.raw.get("max_window_layers") else 0
+    implied = ["full_attention"] * n_full + ["sliding_attention"] * (n_layers - n_full)
+    kinds = fields.raw.get("layer_types") or implied
+    if not isinstance(kinds, list):
+        raise fields.refuse("layer_types", "a list")
+    if all(kind == "full_attention" for kind in kinds):
+        return None
+    if all(kind == "sliding_attention" for kind in kinds):
+        return window
     raise CheckpointError(
-        f"{source} mixes layers with and without a sliding window, which is not supported; use another checkpoint"
+        f"{fields.source} mixes layers with and without a sliding window, which is not supported; use another model"
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gptfast.chat import LLAMA3_CHAT_TEMPLATE, ChatTemplate
 from gptfast.checkpoint.base import Checkpoint, deinterleave_rotary_rows, read_json, refuse_git_lfs_pointer
+from gptfast.checkpoint.fields import Fields
 from gptfast.checkpoint.presets import compute_ffn_dim
 from gptfast.config import GenerationDefaults, ModelConfig, RopeScaling
 from gptfast.errors import CheckpointError
@@ -54,6 +55,10 @@ class MetaCheckpoint(Checkpoint):
                     f"tensor {name} is not in consolidated.{number:02d}.pth in {self.path}; download that shard again"
                 )
         parts = [shard[name] for shard in self._shards]
+        if len({part.shape for part in parts}) > 1:
+            raise CheckpointError(
+                f"tensor {name} has another shape in some shard of {self.path} than in the rest; download them again"
+            )
         axis = self._get_split_axis(name, parts[0])
         tensor = parts[0] if axis is None or len(parts) == 1 else torch.cat(parts, dim=axis)
         if name.split(".")[-2] in ("wq", "wk"):
@@ -94,35 +99,35 @@ def parse_params(raw: dict[str, Any], vocab_size: int, source: str) -> ModelConf
     The file does not tell the context, so it is that of the generation it belongs to: 131,072 tokens with scaled
     rotary embeddings, 8,192 with the vocabulary of Llama 3, else 4,096.
     """
-    for key in ("dim", "n_layers", "n_heads", "multiple_of", "norm_eps"):
-        if key not in raw:
-            raise CheckpointError(f"{source} lacks {key}; download it again")
-    if raw.get("moe") or raw.get("vision_chunk_size", -1) > 0 or raw.get("quantization_args"):
+    if raw.get("moe") or "vision_chunk_size" in raw or raw.get("quantization_args"):
         raise CheckpointError(f"{source} describes a model that is not a dense text model; use another checkpoint")
+    fields = Fields(raw, source)
     scaling = None
-    if raw.get("use_scaled_rope"):
+    if fields.get_flag("use_scaled_rope"):
         scaling = RopeScaling(
             "llama3",
-            factor=raw.get("rope_scaling_factor") or 8.0,
+            factor=fields.get_number("rope_scaling_factor", 8.0),
             low_freq_factor=1.0,
-            high_freq_factor=raw.get("rope_high_freq_factor") or 4.0,
+            high_freq_factor=fields.get_number("rope_high_freq_factor", 4.0),
             original_max_seq_len=8192,
         )
-    stated = raw.get("vocab_size", -1)
-    vocab_size = stated if stated > 0 else vocab_size
+    if raw.get("vocab_size", -1) != -1:
+        vocab_size = fields.get_size("vocab_size")
+    dim, n_heads = fields.get_size("dim"), fields.get_size("n_heads")
+    multiplier = fields.get_number("ffn_dim_multiplier", 1.0) if raw.get("ffn_dim_multiplier") is not None else None
     context = 131_072 if scaling else 8_192 if vocab_size >= 128_000 else 4_096
     return ModelConfig(
         architecture="llama",
-        dim=raw["dim"],
-        n_layers=raw["n_layers"],
-        n_heads=raw["n_heads"],
-        n_kv_heads=raw.get("n_kv_heads") or raw["n_heads"],
-        head_dim=raw.get("head_dim") or raw["dim"] // raw["n_heads"],
-        ffn_dim=compute_ffn_dim(raw["dim"], raw["multiple_of"], raw.get("ffn_dim_multiplier")),
+        dim=dim,
+        n_layers=fields.get_size("n_layers"),
+        n_heads=n_heads,
+        n_kv_heads=fields.get_size("n_kv_heads", n_heads),
+        head_dim=fields.get_size("head_dim", max(1, dim // n_heads)),
+        ffn_dim=compute_ffn_dim(dim, fields.get_size("multiple_of"), multiplier),
         vocab_size=vocab_size,
-        max_seq_len=raw.get("max_seq_len") or context,
-        norm_eps=raw["norm_eps"],
-        rope_theta=raw.get("rope_theta", 10_000.0),
+        max_seq_len=fields.get_size("max_seq_len", context),
+        norm_eps=fields.get_number("norm_eps"),
+        rope_theta=fields.get_number("rope_theta", 10_000.0),
         rope_scaling=scaling,
     )
 
@@ -131,7 +136,7 @@ def _load_shard(file: Path) -> dict[str, Tensor]:
     refuse_git_lfs_pointer(file)
     try:
         shard = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{file} is damaged or not a file of weights ({reason}); download it again") from error
     if not isinstance(shard, dict) or not all(isinstance(value, Tensor) for value in shard.values()):
