@@ -6,6 +6,7 @@ import datetime
 import functools
 import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,48 +118,32 @@ def encode_chat(
     strict = [Message(message.role, spellings.break_all(message.content, guard)) for message in messages]
     text = render(guarded)
     if strict != guarded and spellings.find(strict_text := render(strict)) != spellings.find(text):
-        # The template cut the contents and joined halves of a spelling.
-        text = strict_text
+        text = strict_text  # parts of a spelling came together where the template cuts or joins contents
     return tokenizer.encode_rendered(text, guard)
 
 
 class _Spellings:
-    """The spellings of control tokens, and how to keep a message from containing or completing one."""
+    """The spellings of control tokens, and how to keep a message from putting one into a prompt."""
 
     def __init__(self, spellings: Iterable[str]) -> None:
-        self._spellings = list(spellings)
-        self._pattern = compile_alternatives(self._spellings)
-        self._everywhere = compile_alternatives(self._spellings, overlapping=True)
-        self._edges = compile_alternatives(
-            {text[0] for text in self._spellings} | {text[-1] for text in self._spellings}
-        )
-        self._starts = {text[:n] for text in self._spellings for n in range(1, len(text))}
-        self._ends = {text[n:] for text in self._spellings for n in range(1, len(text))}
-        self._longest = max(map(len, self._spellings), default=0)
+        self._whole = compile_alternatives(spellings)
+        self._first_characters = re.compile(f"(?={self._whole.pattern}).", re.DOTALL)
+        self._edges = compile_alternatives({edge for text in spellings for edge in (text[0], text[-1])})
 
     def find(self, text: str) -> list[str]:
         """The spellings in a text, in order."""
-        return self._pattern.findall(text)
+        return self._whole.findall(text)
 
     def break_up(self, text: str, guard: str) -> str:
-        """Put `guard` into the spellings in `text` and those that a neighbour could complete.
-
-        Nothing else changes, so that a template's comparisons hold, and none of it gets lost or free if a
-        template trims the text.
-        """
-        cuts = {match.start() + 1 for match in self._everywhere.finditer(text)}
-        for end in {len(text), len(text.rstrip())}:
-            cuts.update(n + 1 for n in range(max(0, end - self._longest), end) if text[n:end] in self._starts)
-        for start in {0, len(text) - len(text.lstrip())}:
-            stops = range(start + 1, min(start + self._longest, len(text)) + 1)
-            if any(text[start:stop] in self._ends for stop in stops):
-                cuts.add(start)
-        edges = [0, *sorted(cuts), len(text)]
-        return guard.join(text[start:stop] for start, stop in itertools.pairwise(edges))
+        """Put `guard` into every spelling; all else stays as it is, for a template to compare and cut."""
+        return self._first_characters.sub(lambda first: first.group() + guard, text)
 
     def break_all(self, text: str, guard: str) -> str:
-        """Put `guard` on both sides of every character that a spelling could start or end with."""
-        return self._edges.sub(lambda edge: f"{guard}{edge.group()}{guard}", text)
+        """Put `guard` around every character that a spelling starts or ends with.
+
+        No spelling is left, nor one that more text could complete, whatever a template does with the parts.
+        """
+        return self._edges.sub(lambda edge: guard + edge.group() + guard, text)
 
 
 def _choose_guard(text: str) -> str:

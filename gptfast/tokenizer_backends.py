@@ -245,14 +245,10 @@ class MetaTokenizer(TokenizerBackend):
         return self._library.decode_single_token_bytes(token_id) if token_id < self._library.n_vocab else b""
 
 
-def compile_alternatives(spellings: Iterable[str], *, overlapping: bool = False) -> re.Pattern[str]:
-    """Return a pattern for any of `spellings`, the longest at a place; it matches nothing if there are none.
-
-    With `overlapping` it matches, with no length, at every place where one starts.
-    """
+def compile_alternatives(spellings: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that finds the longest of `spellings` at a place; it matches nothing if there are none."""
     longest_first = sorted(spellings, key=len, reverse=True)
-    alternatives = "|".join(map(re.escape, longest_first)) or r"(?!)"
-    return re.compile(f"(?={alternatives})" if overlapping else alternatives)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _check_unicode(text: str) -> None:

@@ -107,7 +107,7 @@ def parse_rope_scaling(rope: Fields) -> RopeScaling | None:
         raise CheckpointError(f"{rope.source} differ between layers, which is not supported; use another checkpoint")
     if kind in ("default", None):
         return None
-    rope = Fields(rope.raw, f"{kind} {rope.source}")
+    source, rope = rope.source, Fields(rope.raw, f"{kind} {rope.source}")
     if kind == "linear":
         return RopeScaling("linear", factor=rope.get_number("factor"))
     if kind == "llama3":
@@ -120,7 +120,7 @@ def parse_rope_scaling(rope: Fields) -> RopeScaling | None:
         )
     if kind == "factors":  # only in the metadata that is kept of a GGUF file
         return RopeScaling("factors", factors=tuple(rope.get_numbers("factors")))
-    raise CheckpointError(f"{rope.source} is not a supported scaling; supported are default, linear and llama3")
+    raise CheckpointError(f"{source} asks for {kind!r} rotary scaling; supported are default, linear and llama3")
 
 
 def parse_sliding_window(fields: Fields, n_layers: int, *, is_default: bool) -> int | None:
