@@ -7,7 +7,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,19 +80,28 @@ def read_chat_template(directory: Path) -> ChatTemplate | None:
     """
     config = read_tokenizer_config(directory)
     file = directory / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    try:
+        source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file} is not text in UTF-8; download it again") from error
     if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
-        if "default" not in named and len(named) != 1:
-            raise CheckpointError(
-                f"tokenizer_config.json in {directory} has the chat templates {', '.join(named)} but none called "
-                "default; call one of them that"
-            )
-        source = named.get("default", next(iter(named.values())))
+        source = _choose_named_template(source, directory / "tokenizer_config.json")
     if not source:
         return None
     texts = {name: read_token_text(config, name) for name in _TOKEN_NAMES}
     return ChatTemplate(source, {name: text for name, text in texts.items() if text})
+
+
+def _choose_named_template(entries: list[Any], path: Path) -> str:
+    named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    if len(named) == 1:
+        return str(*named.values())
+    if "default" not in named:
+        raise CheckpointError(
+            f"{path} has the chat templates {', '.join(map(str, named)) or 'of no name'} but none called default; "
+            "call one of them that"
+        )
+    return str(named["default"])
 
 
 def encode_chat(
@@ -125,7 +134,7 @@ def encode_chat(
 class _Spellings:
     """The spellings of control tokens, and how to keep a message from putting one into a prompt."""
 
-    def __init__(self, spellings: Iterable[str]) -> None:
+    def __init__(self, spellings: Collection[str]) -> None:
         self._whole = compile_alternatives(spellings)
         self._first_characters = re.compile(f"(?={self._whole.pattern}).", re.DOTALL)
         self._edges = compile_alternatives({edge for text in spellings for edge in (text[0], text[-1])})

@@ -1,7 +1,8 @@
 """Compile a decoding step once per machine, and load it in later processes without tracing it again.
 
-A step is compiled ahead of time (`aot_compile`) and kept in the cache under a key of everything that its code
-depends on. What it loads has no tracer behind it, so it cannot recompile: a call that does not fit is an error.
+On a CPU a step is compiled ahead of time (`aot_compile`) and kept in the cache under a key of everything that its
+code depends on. It has no tracer behind it, so it cannot recompile. On CUDA it is compiled when first called, as
+max-autotune then runs it as a CUDA graph, which cannot be kept on disk.
 """
 
 from __future__ import annotations
@@ -66,20 +67,46 @@ def compile_step(function: Step, model: Transformer, inputs: dict[str, Tensor]) 
 
     start = time.perf_counter()
     use_persistent_kernel_cache()
-    path = get_cache_dir() / "steps" / f"{compute_key(function, model, inputs)}.bin"
+    is_cached = False
     try:
-        step = load_step(path, model, inputs) if path.exists() else None
-        is_cached = step is not None
-        if step is None:
-            step = build_step(function, model, inputs)
-            if is_writable(path.parent):
-                with replace_atomically(path) as partial:
-                    step.save_compiled_function(str(partial))
+        if inputs["tokens"].device.type == "cuda":
+            step = compile_with_cuda_graphs(function, model, inputs)
+        else:
+            step, is_cached = compile_ahead_of_time(function, model, inputs)
     except (BackendCompilerFailed, CppCompileError, InvalidCxxCompiler) as error:
         raise CompilationError(str(error).strip().splitlines()[0]) from error
+    return CompiledStep(step, time.perf_counter() - start, is_cached)
+
+
+def compile_with_cuda_graphs(function: Step, model: Transformer, inputs: dict[str, Tensor]) -> Step:
+    """Compile for CUDA by running the step once on `inputs`; every length of `kv_pos` becomes a graph of its own."""
+    compiled: Any = torch.compile(function, fullgraph=True, mode="max-autotune")
+
+    def step(model: Transformer, tokens: Tensor, input_pos: Tensor, kv_pos: Tensor, *rest: Tensor) -> Tensor:
+        torch._dynamo.mark_dynamic(kv_pos, 0)
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        # The graph writes its next output to the same memory.
+        output: Tensor = compiled(model, tokens, input_pos, kv_pos, *rest).clone()
+        return output
+
+    step(model, *inputs.values())
+    return step
+
+
+def compile_ahead_of_time(function: Step, model: Transformer, inputs: dict[str, Tensor]) -> tuple[Step, bool]:
+    """The step, and whether an earlier process had compiled it."""
+    path = get_cache_dir() / "steps" / f"{compute_key(function, model, inputs)}.bin"
+    step = load_step(path, model, inputs) if path.exists() else None
+    is_cached = step is not None
+    if step is None:
+        logger.info("compiling %s for %d tokens; later starts load it", function.__name__, inputs["tokens"].shape[1])
+        step = build_step(function, model, inputs)
+        if is_writable(path.parent):
+            with replace_atomically(path) as partial:
+                step.save_compiled_function(str(partial))
     # The check of its arguments took 0.3 ms of every call, and the runner owns them all.
     step.disable_guard_check()
-    return CompiledStep(step, time.perf_counter() - start, is_cached)
+    return step, is_cached
 
 
 def build_step(function: Step, model: Transformer, inputs: dict[str, Tensor]) -> Any:
@@ -90,8 +117,10 @@ def build_step(function: Step, model: Transformer, inputs: dict[str, Tensor]) ->
     inputs = inputs | {"kv_pos": inputs["kv_pos"].clone()}
     torch._dynamo.mark_dynamic(inputs["kv_pos"], 0)
     options = torch._inductor.list_mode_options("max-autotune") | {"cpp.min_chunk_size": MIN_ELEMENTS_PER_THREAD}
-    # Buffers of a module, the caches among them, would else have static shapes whatever is marked.
-    with torch._dynamo.config.patch(force_parameter_static_shapes=False), buffers_of_any_length(model):
+    # Buffers of a module, the caches among them, would else have static shapes whatever is marked; and torch 2.11
+    # compiles ahead of time only where that is switched on.
+    settings = {"force_parameter_static_shapes": False, "enable_aot_compile": True}
+    with torch._dynamo.config.patch(settings), buffers_of_any_length(model):
         compiled: Any = torch.compile(function, fullgraph=True, options=options)
         return compiled.aot_compile(((model, *inputs.values()), {}))
 
@@ -120,8 +149,11 @@ def buffers_of_any_length(model: Transformer) -> Iterator[None]:
 
 def load_step(path: Path, model: Transformer, inputs: dict[str, Tensor]) -> Any:
     """Load a step that an earlier process compiled; None if it must be made again."""
+    import torch._inductor
+
     try:
-        with path.open("rb") as file:
+        # The kernels were compiled here before, so the compiler's vector flags need no trial again: 0.7 s.
+        with path.open("rb") as file, torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
             step: Any = torch.compiler.load_compiled_function(file)
     except (pickle.UnpicklingError, EOFError) as error:
         logger.warning("the compiled step %s is damaged (%s); it is compiled again", path, error)
@@ -137,7 +169,10 @@ def use_persistent_kernel_cache() -> None:
 
     A directory that the user chose stays; a cache that cannot be written is replaced by a temporary one.
     """
-    if INDUCTOR_CACHE_VARIABLE in os.environ:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # Inductor itself sets the variable to its default when it is first imported.
+    if os.environ.get(INDUCTOR_CACHE_VARIABLE, default_cache_dir()) != default_cache_dir():
         return
     directory = get_cache_dir() / "inductor"
     if not is_writable(directory):

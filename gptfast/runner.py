@@ -22,9 +22,11 @@ logger = logging.getLogger(__name__)
 PREFILL_CHUNKS = (32, 256)
 """Tokens read at once, small and large: one wastes little on a short prompt, the other keeps the cores busy."""
 KV_ALIGNMENT = 32
-"""Slots: attention reads the filled part of the cache rounded up to this, which keeps its loops whole."""
-INITIAL_CAPACITY = 2048
-"""Tokens: what the cache holds before it has to grow."""
+"""Slots: attention on a CPU reads the filled part of the cache rounded up to this, which keeps its loops whole."""
+SMALLEST_KV_GRAPH = 256
+"""Slots: on CUDA it reads the filled part rounded up to this or a power of two above, each a CUDA graph."""
+INITIAL_CAPACITY = {"cpu": 2048, "cuda": 8192}
+"""Tokens: what the cache holds before it has to grow; growing costs a copy, and on CUDA new graphs."""
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Runner:
         self._steps: dict[int, Step] = {}
         self._capacity = 0
         self._input_pos = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.reserve(min(INITIAL_CAPACITY, self.context))
+        self.reserve(min(INITIAL_CAPACITY[self.device.type], self.context))
 
     @property
     def capacity(self) -> int:
@@ -101,7 +103,7 @@ class Runner:
             padded[0, : len(chunk)] = chunk
             last = torch.tensor([len(chunk) - 1], device=self.device)
             input_pos = self._positions[start : start + size].clone()
-            kv_pos = self._positions[: round_up(start + len(chunk), KV_ALIGNMENT)]
+            kv_pos = self._get_kv_pos(start + len(chunk))
             logits = self._get_step(size)(self.model, padded.to(self.device), input_pos, kv_pos, last)
             start += len(chunk)
         return logits.expand(self.batch_size, -1)
@@ -111,8 +113,14 @@ class Runner:
         """Extend every row by its token (B,) int64 at `position`; (B, V) float32 logits of the next."""
         self.reserve(position + 1)
         self._input_pos.fill_(position)
-        kv_pos = self._positions[: round_up(position + 1, KV_ALIGNMENT)]
+        kv_pos = self._get_kv_pos(position + 1)
         return self._get_step(1)(self.model, tokens[:, None].contiguous(), self._input_pos, kv_pos)
+
+    def _get_kv_pos(self, length: int) -> Tensor:
+        """The slots to attend over when `length` of them are filled: those and a few empty ones."""
+        if self.device.type == "cuda":
+            return self._positions[: max(SMALLEST_KV_GRAPH, 1 << (length - 1).bit_length())]
+        return self._positions[: round_up(length, KV_ALIGNMENT)]
 
     def _get_step(self, size: int) -> Step:
         if size not in self._steps:
@@ -136,12 +144,12 @@ class Runner:
         return step.call
 
     def _make_inputs(self, size: int) -> dict[str, Tensor]:
-        """Inputs of a step like those of every later call."""
+        """Inputs of a step like those of every later call; what it writes lands in the slots kept for padding."""
         rows = self.batch_size if size == 1 else 1
         inputs = {
             "tokens": torch.zeros(rows, size, dtype=torch.int64, device=self.device),
-            "input_pos": self._positions[:size].clone(),
-            "kv_pos": self._positions[: round_up(size, KV_ALIGNMENT)],
+            "input_pos": self._positions[-size:].clone(),
+            "kv_pos": self._get_kv_pos(size),
         }
         return inputs if size == 1 else inputs | {"last": torch.tensor([size - 1], device=self.device)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -37,22 +38,30 @@ class Session:
     """A model ready to run, and what its key/value cache holds; made by `load`.
 
     Attributes:
+        checkpoint: where the model came from.
         runner: executes the model's steps.
         tokenizer: None for random weights.
-        chat_template: None for a base model.
-        defaults: what the checkpoint says about starting, ending and sampling text.
         load_s: seconds from the checkpoint on disk to the model in memory.
         weight_bytes_per_token: bytes of weights that a decode step reads.
         cached_ids: the tokens whose keys and values the cache holds.
     """
 
+    checkpoint: Checkpoint
     runner: Runner
     tokenizer: Tokenizer | None
-    chat_template: ChatTemplate | None
-    defaults: GenerationDefaults
     load_s: float
     weight_bytes_per_token: int
     cached_ids: list[int] = field(default_factory=list)
+
+    @property
+    def defaults(self) -> GenerationDefaults:
+        """What the checkpoint says about starting, ending and sampling text."""
+        return self.checkpoint.generation
+
+    @functools.cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """None for a base model; read when first asked for, as a raw prompt needs none."""
+        return self.checkpoint.read_chat_template()
 
 
 def load(
@@ -91,10 +100,9 @@ def load(
     checkpoint = _open(path, preset)
     model = load_model(checkpoint, device=chosen_device, dtype=chosen_dtype)
     return Session(
+        checkpoint=checkpoint,
         runner=Runner(model, batch_size=batch_size, compile=compile),
         tokenizer=checkpoint.load_tokenizer(),
-        chat_template=checkpoint.read_chat_template(),
-        defaults=checkpoint.generation,
         load_s=time.perf_counter() - start,
         weight_bytes_per_token=model.count_weight_bytes_per_token(),
     )

@@ -115,7 +115,7 @@ def read_token_text(config: Mapping[str, Any], name: str) -> str | None:
     """Read a token such as `bos_token` from a tokenizer's config, where it is a string, an object or null."""
     value = config.get(name)
     text = value.get("content") if isinstance(value, dict) else value
-    return text or None
+    return text if isinstance(text, str) and text else None
 
 
 def _open_fast(path: Path) -> Tokenizer:

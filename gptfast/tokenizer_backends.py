@@ -266,7 +266,7 @@ def _list_parts(component: Any, kind: str) -> list[dict[str, Any]]:
     if component is None:
         return []
     state = json.loads(component.__getstate__())
-    return list(state[kind]) if state["type"] == "Sequence" else [state]
+    return list(state.get(kind, [state]))
 
 
 def _is_byte_level(library: tokenizers.Tokenizer) -> bool:
@@ -286,11 +286,16 @@ def _stop_space_before_first(library: tokenizers.Tokenizer) -> bool:
 
     It takes each text that it is given for the start of one, which the pieces of a chat are not.
     """
-    steps = _list_parts(library.pre_tokenizer, "pretokenizers")
-    firsts = [n for n, step in enumerate(steps) if step.get("prepend_scheme") == "first"]
-    for n in firsts:
-        step: Any = library.pre_tokenizer if len(steps) == 1 else library.pre_tokenizer[n]
-        step.prepend_scheme = "never"
+    component: Any = library.pre_tokenizer
+    if component is None:
+        return False
+    state = json.loads(component.__getstate__())
+    firsts = [step for step in state.get("pretokenizers", [state]) if step.get("prepend_scheme") == "first"]
+    if firsts:
+        for step in firsts:
+            step["prepend_scheme"] = "never"
+        component.__setstate__(json.dumps(state).encode())
+        library.pre_tokenizer = component
     return bool(firsts)
 
 

@@ -14,11 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import gptfast
 from gptfast.cache import get_cache_dir, is_writable
+from gptfast.checkpoint import gguf_tokenizer
 from gptfast.checkpoint.base import refuse_git_lfs_pointer
 from gptfast.checkpoint.fields import Fields
-from gptfast.checkpoint.gguf_tokenizer import build_tokenizer_files
 from gptfast.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,9 @@ COMPLETE_MARKER = "tensors.json"
 def open_metadata_directory(path: Path) -> Path:
     """The directory with the file's metadata, made if this is the first time that the file is opened."""
     state = path.stat()
-    identity = f"{gptfast.__version__}|{path.resolve()}|{state.st_size}|{state.st_mtime_ns}"
+    # What an older version of this code wrote is not read.
+    sources = [Path(__file__).read_text(), Path(gguf_tokenizer.__file__).read_text()]
+    identity = "\0".join([str(path.resolve()), str(state.st_size), str(state.st_mtime_ns), *sources])
     root = get_cache_dir() / "gguf"
     directory = root / hashlib.sha256(identity.encode()).hexdigest()[:24]
     if (directory / COMPLETE_MARKER).exists():
@@ -42,6 +43,7 @@ def open_metadata_directory(path: Path) -> Path:
         logger.warning("%s cannot be written, so the vocabulary of %s is parsed again at every start", root, path)
         root = Path(tempfile.mkdtemp(prefix="gptfast-gguf-"))
         directory = root / directory.name
+    logger.info("reading the metadata of %s, this once", path)
     with tempfile.TemporaryDirectory(dir=root, prefix=".partial-") as name:
         partial = Path(name)
         write_metadata(path, partial)
@@ -79,7 +81,10 @@ def write_metadata(path: Path, directory: Path) -> None:
     }
     for name, content in contents.items():
         (directory / name).write_text(json.dumps(content, indent=1))
-    build_tokenizer_files(fields, directory)
+    try:
+        gguf_tokenizer.build_tokenizer_files(fields, directory)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     (directory / COMPLETE_MARKER).write_text(json.dumps(tensors))
 
 

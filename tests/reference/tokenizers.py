@@ -36,12 +36,15 @@ def train_byte_level() -> tokenizers.Tokenizer:
 def train_sentencepiece(scheme: str = "first") -> tokenizers.Tokenizer:
     """A BPE with byte fallback that puts BOS first.
 
-    `scheme` says where a space is put first: Metaspace's "first", "always" or "never", or "legacy" for the
-    normalizer that does it for every piece between control tokens.
+    `scheme` says where a space is put first: Metaspace's "first", "always" or "never", "legacy" for the normalizer
+    that does it for every piece between control tokens, or "sequence" for "first" as one of several steps.
     """
     library = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     if scheme == "legacy":
         library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif scheme == "sequence":
+        steps = [pre_tokenizers.Digits(), pre_tokenizers.Metaspace(prepend_scheme="first", split=False)]
+        library.pre_tokenizer = pre_tokenizers.Sequence(steps)
     else:
         library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     library.decoder = decoders.Sequence(

@@ -1,0 +1,140 @@
+"""A tiny model with a tokenizer and a chat template, and the product run on it: as a library and as a program."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gptfast.cache import CACHE_VARIABLE
+from gptfast.config import ModelConfig
+from gptfast.session import Session, load
+from tests.reference.checkpoints import write_hf
+from tests.reference.families import FAMILIES, random_weights
+from tests.reference.tokenizers import train_byte_level, write_tokenizer
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "Once upon a time, there was a little"
+CONTEXT = 4096
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@functools.cache
+def tiny_config(context: int = CONTEXT) -> ModelConfig:
+    """Two layers, grouped heads, as many ids as the tokenizer has."""
+    vocab_size = train_byte_level().get_vocab_size()
+    return replace(FAMILIES["llama-8-2"], n_layers=2, vocab_size=vocab_size, max_seq_len=context)
+
+
+def write_tiny_model(
+    directory: Path, *, context: int = CONTEXT, template: str | None = CHATML, generation: Mapping[str, Any] | None = None
+) -> Path:
+    """A Hugging Face directory whose model writes varied bytes, broken UTF-8 among them, and has no BOS."""
+    config = tiny_config(context)
+    # The weights are those of the default context, so that texts do not depend on it.
+    write_hf(directory, random_weights(tiny_config()), config, generation=generation)
+    settings = {"eos_token": "<|im_end|>"} | ({} if template is None else {"chat_template": template})
+    return write_tokenizer(directory, train_byte_level(), **settings)
+
+
+def shared_cache(factory: pytest.TempPathFactory) -> Path:
+    """A cache directory of this test run: what one module compiled, the others load."""
+    return factory.getbasetemp() / "gptfast-cache"
+
+
+def load_tiny(directory: Path, **settings: Any) -> Session:
+    """A float32 session with no end-of-sequence token, so that texts are as long as asked for."""
+    session = load(directory, **({"dtype": "float32"} | settings))
+    return replace(session, defaults=replace(session.defaults, eos_ids=()))
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    """Token ids without control tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, tiny_config().vocab_size - 1, (length,), generator=generator).tolist()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The object in the last line of standard output."""
+        fields: dict[str, Any] = json.loads(self.stdout.splitlines()[-1])
+        return fields
+
+    def assert_refused(self, *words: str) -> None:
+        """It ended with code 2, nothing on standard output and one line of error that says these words."""
+        assert self.exit_code == 2, self
+        assert self.stdout == ""
+        assert "Traceback" not in self.stderr
+        errors = [line for line in self.stderr.splitlines() if line.lower().startswith("error:")]
+        assert len(errors) == 1, self.stderr
+        for word in words:
+            assert word in errors[0]
+
+
+class CommandLine:
+    """Runs commands in this process the way the installed script does."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
+        self._patch = patch
+        self._capture = capture
+
+    def __call__(self, *arguments: str | Path, stdin: str | bytes = "") -> Outcome:
+        """Run `gptfast ARGUMENTS` and read what it printed."""
+        from gptfast.cli.main import run
+
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        self._capture.readouterr()
+        with self._patch.context() as patch:
+            patch.setattr(sys, "argv", ["gptfast", *map(str, arguments)])
+            patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+            with pytest.raises(SystemExit) as ended:
+                run()
+        captured = self._capture.readouterr()
+        code = ended.value.code
+        return Outcome(code if isinstance(code, int) else int(code is not None), captured.out, captured.err)
+
+
+def start_process(*arguments: str | Path, cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
+    """Start `python ARGUMENTS` with all three streams piped; the package is importable from any directory."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_process(*arguments: str | Path, stdin: str = "", cwd: Path = ROOT, **environment: str) -> Outcome:
+    """Run `python ARGUMENTS` to its end."""
+    with start_process(*arguments, cwd=cwd, **environment) as process:
+        stdout, stderr = process.communicate(stdin, timeout=300)
+    return Outcome(process.returncode, stdout, stderr)
+
+
+def cache_environment(cache: Path) -> dict[str, str]:
+    """The variables that make a process use this cache alone."""
+    return {CACHE_VARIABLE: str(cache)}
