@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 import gptfast.decode
+import gptfast.linear
 import gptfast.model
 from gptfast.cache import get_cache_dir, is_writable, replace_atomically
 from gptfast.model import Transformer
@@ -62,20 +63,38 @@ def compile_step(function: Step, model: Transformer, inputs: dict[str, Tensor]) 
     else that differs. `inputs` are its arguments after the model, in order. Raises CompilationError if there is
     no C++ compiler or it fails.
     """
+    start = time.perf_counter()
+    use_persistent_kernel_cache()
+    with compiler_failures_named():
+        if inputs["tokens"].device.type == "cuda":
+            step, is_cached = compile_with_cuda_graphs(function, model, inputs), False
+        else:
+            step, is_cached = compile_ahead_of_time(function, model, inputs)
+    return CompiledStep(step, time.perf_counter() - start, is_cached)
+
+
+def compile_function(function: Step) -> Step:
+    """Compile a function of tensors alone when it is first called; that call raises CompilationError on failure."""
+    use_persistent_kernel_cache()
+    compiled = torch.compile(function, fullgraph=True, dynamic=False)
+
+    def call(*tensors: Tensor) -> Tensor:
+        with compiler_failures_named():
+            return compiled(*tensors)
+
+    return call
+
+
+@contextlib.contextmanager
+def compiler_failures_named() -> Iterator[None]:
+    """Turn whatever says that this machine cannot compile into a CompilationError of one line."""
     from torch._dynamo.exc import BackendCompilerFailed
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
-    start = time.perf_counter()
-    use_persistent_kernel_cache()
-    is_cached = False
     try:
-        if inputs["tokens"].device.type == "cuda":
-            step = compile_with_cuda_graphs(function, model, inputs)
-        else:
-            step, is_cached = compile_ahead_of_time(function, model, inputs)
+        yield
     except (BackendCompilerFailed, CppCompileError, InvalidCxxCompiler) as error:
         raise CompilationError(str(error).strip().splitlines()[0]) from error
-    return CompiledStep(step, time.perf_counter() - start, is_cached)
 
 
 def compile_with_cuda_graphs(function: Step, model: Transformer, inputs: dict[str, Tensor]) -> Step:
@@ -194,7 +213,8 @@ def compute_key(function: Step, model: Transformer, inputs: dict[str, Tensor]) -
         repr(torch.get_num_threads()),
         torch.__version__,
         describe_cpu(),
-        *(inspect.getsource(module) for module in (gptfast.decode, gptfast.model, sys.modules[__name__])),
+        *(inspect.getsource(module) for module in (gptfast.decode, gptfast.linear, gptfast.model)),
+        inspect.getsource(sys.modules[__name__]),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 

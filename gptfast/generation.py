@@ -35,7 +35,7 @@ class GenerationResult:
         finish_reason: `eos`, `stop`, `length`, or `interrupted` if the stream was left early.
         prompt_tokens: tokens of the prompt.
         reused_tokens: those of them that were in the cache from an earlier turn.
-        ttft_s: seconds from the call to the first token.
+        ttft_s: seconds from the call to the first token, without compiling.
         prefill_s: seconds of the prompt's steps and the choice of the first token.
         decode_s: seconds of the later tokens' steps and choices, without detokenization or the caller's time.
         batch_size: rows that were decoded at once in this time.
@@ -83,7 +83,7 @@ class Stream:
     ) -> None:
         self._session = session
         self._sampling = session.defaults.sampling if sampling is None else sampling
-        self._start_time = time.perf_counter()
+        start = time.perf_counter()
         self.prompt_ids = encode_prompt(session, prompt)
         self._max_new_tokens = resolve_max_new_tokens(session, len(self.prompt_ids), max_new_tokens)
         self._sample_ids = tuple(sample_ids)
@@ -95,6 +95,10 @@ class Stream:
         eos_ids = frozenset(session.defaults.eos_ids)
         self._transcripts = [Transcript(session.tokenizer, eos_ids, stop) for _ in self._sample_ids]
         self._reused_tokens = count_common(session.cached_ids, self.prompt_ids[:-1]) if reuse_cache else 0
+        session.runner.reserve(len(self.prompt_ids) + self._max_new_tokens)
+        encode_s = time.perf_counter() - start
+        session.runner.warm_up(len(self.prompt_ids) - self._reused_tokens)
+        self._start_time = time.perf_counter() - encode_s
         self._ttft_s = self._prefill_s = self._decode_s = 0.0
         self._steps = self._run()
 
@@ -131,7 +135,6 @@ class Stream:
         """One step per turn, each ending with its tokens in the transcripts."""
         session, runner = self._session, self._session.runner
         session.cached_ids = []
-        runner.reserve(len(self.prompt_ids) + self._max_new_tokens)
         start = time.perf_counter()
         logits = runner.prefill(self.prompt_ids[self._reused_tokens :], self._reused_tokens)
         session.cached_ids = list(self.prompt_ids)

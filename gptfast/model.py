@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptfast.config import ModelConfig, RopeScaling
+from gptfast.linear import Linear, multiply
 
 FUSED_PROJECTIONS = {"wqkv": ("wq", "wk", "wv"), "w13": ("w1", "w3")}
 """Which rows, in which order, a fused projection is made of."""
@@ -35,7 +36,7 @@ class Transformer(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, _weight=embedding)
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = None if config.tie_word_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = None if config.tie_word_embeddings else Linear(config.dim, config.vocab_size, bias=False)
         self.rope_cos: Tensor
         self.rope_sin: Tensor
 
@@ -85,7 +86,7 @@ class Transformer(nn.Module):
             x = x[:, rows]
         x = self.norm(x)
         head = self.tok_embeddings if self.output is None else self.output
-        return F.linear(x, head.weight).float()
+        return multiply(x, head.weight).float()
 
 
 class TransformerBlock(nn.Module):
@@ -116,8 +117,8 @@ class Attention(nn.Module):
         self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
         q_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
         self.split_sizes = [q_dim, kv_dim, kv_dim]
-        self.wqkv = nn.Linear(config.dim, q_dim + 2 * kv_dim, bias=config.qkv_bias)
-        self.wo = nn.Linear(q_dim, config.dim, bias=config.output_bias)
+        self.wqkv = Linear(config.dim, q_dim + 2 * kv_dim, bias=config.qkv_bias)
+        self.wo = Linear(q_dim, config.dim, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.kv_cache: KVCache
@@ -177,8 +178,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w13 = nn.Linear(config.dim, 2 * config.ffn_dim, bias=False)
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w13 = Linear(config.dim, 2 * config.ffn_dim, bias=False)
+        self.w2 = Linear(config.ffn_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., E) in, (..., E) out."""

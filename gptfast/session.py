@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from gptfast.cache import get_cache_dir, is_writable, replace_atomically
 from gptfast.chat import ChatTemplate
 from gptfast.checkpoint.base import Checkpoint
-from gptfast.compilation import describe_cpu
+from gptfast.compilation import CompilationError, Step, compile_function, describe_cpu
 from gptfast.config import GenerationDefaults
 from gptfast.errors import UserError
+from gptfast.linear import multiply
 from gptfast.loading import load_model
 from gptfast.runner import Runner
 from gptfast.tokenizer import Tokenizer
@@ -95,7 +95,7 @@ def load(
             raise UserError(f"{threads} threads cannot run anything; give at least 1")
         torch.set_num_threads(threads)
     chosen_device = choose_device(device)
-    chosen_dtype = choose_dtype(dtype, chosen_device)
+    chosen_dtype = choose_dtype(dtype, chosen_device, compile=compile)
     start = time.perf_counter()
     checkpoint = _open(path, preset)
     model = load_model(checkpoint, device=chosen_device, dtype=chosen_dtype)
@@ -121,10 +121,10 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """The dtype of that name, or the device's best; raises UserError if the device cannot compute in it."""
+def choose_dtype(name: str | None, device: torch.device, *, compile: bool = False) -> torch.dtype:
+    """The dtype of that name, or the device's fastest; raises UserError if the device cannot compute in it."""
     if name is None:
-        return measure_cpu_dtype() if device.type == "cpu" else torch.bfloat16
+        return measure_cpu_dtype(compile) if device.type == "cpu" else torch.bfloat16
     if name not in DTYPES:
         raise UserError(f"dtype {name!r} is not supported; use {', '.join(DTYPES)}")
     dtype = DTYPES[name]
@@ -135,17 +135,22 @@ def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def measure_cpu_dtype() -> torch.dtype:
+def measure_cpu_dtype(compile: bool) -> torch.dtype:
     """Bfloat16 or float32, whichever multiplies a matrix with a vector sooner on this CPU; measured once.
 
-    Half the bytes are no gain where the CPU has to widen every weight by hand.
+    Half the bytes are no gain where a kernel has to widen every weight by hand, so it matters whether the run is
+    compiled. Where nothing compiles, the eager kernels are measured.
     """
-    key = hashlib.sha256(f"{describe_cpu()}|{torch.__version__}|{torch.get_num_threads()}".encode()).hexdigest()[:24]
-    path = get_cache_dir() / "cpu-dtype" / f"{key}.json"
+    facts = (describe_cpu(), torch.__version__, str(torch.get_num_threads()), str(compile))
+    path = get_cache_dir() / "cpu-dtype" / f"{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:24]}.json"
     if path.exists():
         seconds: dict[str, float] = json.loads(path.read_text())
     else:
-        seconds = time_matrix_vector(("float32", "bfloat16"))
+        names = ("float32", "bfloat16")
+        try:
+            seconds = time_matrix_vector(names, compile_function(multiply) if compile else multiply)
+        except CompilationError:
+            seconds = time_matrix_vector(names, multiply)
         if is_writable(path.parent):
             with replace_atomically(path) as partial:
                 partial.write_text(json.dumps(seconds))
@@ -153,16 +158,18 @@ def measure_cpu_dtype() -> torch.dtype:
 
 
 @torch.no_grad()
-def time_matrix_vector(names: tuple[str, ...]) -> dict[str, float]:
+def time_matrix_vector(names: tuple[str, ...], product: Step) -> dict[str, float]:
     """The least of ten times, in seconds, of a product that no cache can hold; the dtypes take turns."""
+    operands = {
+        name: (torch.ones(1, 4096, dtype=DTYPES[name]), torch.ones(8192, 4096, dtype=DTYPES[name])) for name in names
+    }
     seconds = dict.fromkeys(names, math.inf)
-    weights = {name: torch.ones(8192, 4096, dtype=DTYPES[name]) for name in names}
-    for _ in range(10):
-        for name, weight in weights.items():
-            x = torch.ones(1, 4096, dtype=weight.dtype)
+    for repeat in range(11):
+        for name, (x, weight) in operands.items():
             start = time.perf_counter()
-            F.linear(x, weight)
-            seconds[name] = min(seconds[name], time.perf_counter() - start)
+            product(x, weight)
+            if repeat:  # the first call may compile
+                seconds[name] = min(seconds[name], time.perf_counter() - start)
     return seconds
 
 

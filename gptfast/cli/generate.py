@@ -159,7 +159,6 @@ def print_samples(session: Session, sampling: SamplingConfig, options: Options) 
     from gptfast.generation import Stream, encode_prompt
 
     prompt = encode_prompt(session, build_prompt(session, options))
-    session.runner.warm_up(len(prompt))
     results: list[GenerationResult] = []
     size = session.runner.batch_size
     for first in range(0, options.num_samples, size):
