@@ -27,18 +27,21 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the subcommand, or return None for an unknown name."""
-        if cmd_name not in COMMANDS:
-            return None
-        command: click.Command = importlib.import_module(f"gptfast.cli.{cmd_name}").command
-        return command
+        return import_command(cmd_name) if cmd_name in COMMANDS else None
+
+
+def import_command(name: str) -> click.Command:
+    """The subcommand of that name; only it imports what it needs."""
+    command: click.Command = importlib.import_module(f"gptfast.cli.{name}").command
+    return command
 
 
 def accept_snake_case(name: str) -> str:
-    """The kebab-case spelling of an option; gpt-fast's users know the other one."""
-    return name.replace("_", "-") if name.startswith("-") else name
+    """The kebab-case spelling of an option's name; gpt-fast's users know the other one."""
+    return name.replace("_", "-")
 
 
-@click.group(cls=LazyGroup, context_settings={"token_normalize_func": accept_snake_case, "max_content_width": 100})
+@click.group(cls=LazyGroup)
 @click.version_option(gptfast.__version__, prog_name="gptfast")
 def main() -> None:
     """Decode Llama-family models one user at a time, every token as soon as the memory allows."""
@@ -50,10 +53,14 @@ def run(command: str | None = None) -> NoReturn:
     `command` is a subcommand to run as if it were the program.
     """
     show_log_lines()
-    arguments = sys.argv[1:] if command is None else [command, *sys.argv[1:]]
-    program = "gptfast" if command is None else os.path.basename(sys.argv[0])
+    entry, program = (main, "gptfast") if command is None else (import_command(command), os.path.basename(sys.argv[0]))
     try:
-        result = main.main(args=arguments, prog_name=program, standalone_mode=False)
+        result = entry.main(
+            prog_name=program,
+            standalone_mode=False,
+            token_normalize_func=accept_snake_case,
+            max_content_width=100,
+        )
         sys.stdout.flush()
         sys.exit(result if isinstance(result, int) else 0)
     except UserError as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from tests.reference.tokenizers import train_byte_level, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "Once upon a time, there was a little"
-CONTEXT = 4096
+CONTEXT = 2304
+"""Tokens: more than a cache holds before it has to grow."""
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -40,25 +42,47 @@ def tiny_config(context: int = CONTEXT) -> ModelConfig:
 
 
 def write_tiny_model(
-    directory: Path, *, context: int = CONTEXT, template: str | None = CHATML, generation: Mapping[str, Any] | None = None
+    directory: Path,
+    *,
+    context: int = CONTEXT,
+    template: str | None = CHATML,
+    eos_ids: Sequence[int] = (),
+    generation: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A Hugging Face directory whose model writes varied bytes, broken UTF-8 among them, and has no BOS."""
-    config = tiny_config(context)
+    """A Hugging Face directory whose model writes varied bytes, broken UTF-8 among them, and has no BOS.
+
+    Without `eos_ids` its texts are as long as asked for.
+    """
+    ends = {"eos_token_id": list(eos_ids) or None}
     # The weights are those of the default context, so that texts do not depend on it.
-    write_hf(directory, random_weights(tiny_config()), config, generation=generation)
+    weights = random_weights(tiny_config())
+    write_hf(directory, weights, tiny_config(context), overrides=ends, generation=generation)
     settings = {"eos_token": "<|im_end|>"} | ({} if template is None else {"chat_template": template})
     return write_tokenizer(directory, train_byte_level(), **settings)
 
 
-def shared_cache(factory: pytest.TempPathFactory) -> Path:
-    """A cache directory of this test run: what one module compiled, the others load."""
-    return factory.getbasetemp() / "gptfast-cache"
+@contextlib.contextmanager
+def tiny_environment(factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Within, the cache is a directory of this test run: what one module compiled, the others load.
+
+    One thread, as tiny products are slower on several, and much slower where the cores are busy.
+    """
+    cache = factory.getbasetemp() / "gptfast-cache"
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(cache))
+        torch.set_num_threads(1)
+        yield cache
+    torch.set_num_threads(threads)
 
 
 def load_tiny(directory: Path, **settings: Any) -> Session:
-    """A float32 session with no end-of-sequence token, so that texts are as long as asked for."""
-    session = load(directory, **({"dtype": "float32"} | settings))
-    return replace(session, defaults=replace(session.defaults, eos_ids=()))
+    """A session in float32, in which compiled and eager steps agree on every token.
+
+    The compiler forgets what it saw of other shapes, as that would make it compile for any shape.
+    """
+    torch.compiler.reset()
+    return load(directory, **({"dtype": "float32"} | settings))
 
 
 def random_prompt(length: int, seed: int = 0) -> list[int]:
@@ -133,8 +157,3 @@ def run_process(*arguments: str | Path, stdin: str = "", cwd: Path = ROOT, **env
     with start_process(*arguments, cwd=cwd, **environment) as process:
         stdout, stderr = process.communicate(stdin, timeout=300)
     return Outcome(process.returncode, stdout, stderr)
-
-
-def cache_environment(cache: Path) -> dict[str, str]:
-    """The variables that make a process use this cache alone."""
-    return {CACHE_VARIABLE: str(cache)}
