@@ -192,7 +192,7 @@ class _Chooser:
 
     def choose(self, logits: Tensor, position: int) -> Tensor:
         """(B,) int64 tokens for `position` from (B, V) logits."""
-        where = torch.tensor([position], device=logits.device)
+        where = torch.full((1,), position, device=logits.device)  # filled there, where a copy would wait for the GPU
         tokens = sample(logits, self._sampling, where, rows=self._rows, seen=self._seen)
         if self._seen is not None:
             self._seen.scatter_(1, tokens[:, None], True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import math
 import time
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from gptfast.linear import multiply
 from gptfast.loading import load_model
 from gptfast.runner import Runner
 from gptfast.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {
     "float32": torch.float32,
@@ -41,7 +44,7 @@ class Session:
         checkpoint: where the model came from.
         runner: executes the model's steps.
         tokenizer: None for random weights.
-        load_s: seconds from the checkpoint on disk to the model in memory.
+        load_s: seconds from the checkpoint on disk to the model in memory, the choice of a dtype included.
         weight_bytes_per_token: bytes of weights that a decode step reads.
         cached_ids: the tokens whose keys and values the cache holds.
     """
@@ -94,9 +97,9 @@ def load(
         if threads < 1:
             raise UserError(f"{threads} threads cannot run anything; give at least 1")
         torch.set_num_threads(threads)
+    start = time.perf_counter()
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device, compile=compile)
-    start = time.perf_counter()
     checkpoint = _open(path, preset)
     model = load_model(checkpoint, device=chosen_device, dtype=chosen_dtype)
     return Session(
@@ -146,6 +149,7 @@ def measure_cpu_dtype(compile: bool) -> torch.dtype:
     if path.exists():
         seconds: dict[str, float] = json.loads(path.read_text())
     else:
+        logger.info("measuring which dtype this CPU decodes faster in, this once")
         names = ("float32", "bfloat16")
         try:
             seconds = time_matrix_vector(names, compile_function(multiply) if compile else multiply)

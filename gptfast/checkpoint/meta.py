@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,17 @@ class MetaCheckpoint(Checkpoint):
         self._check_shard_numbers(files)
         self._shards = [_load_shard(file) for file in files]
         self.config = parse_params(read_json(path / "params.json"), self._count_vocabulary(), str(path / "params.json"))
-        self.generation = GenerationDefaults()
         self.stored_bytes = sum(file.stat().st_size for file in files)
-        self._tokenizer = open_tokenizer(path) if (path / "tokenizer.model").exists() else None
-        if self._tokenizer is not None:
-            control = self._tokenizer.control_tokens
-            ends = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
-            self.generation = GenerationDefaults(
-                eos_ids=tuple(control[end] for end in ends if end in control), bos_id=self._tokenizer.bos_id
-            )
+
+    @functools.cached_property
+    def generation(self) -> GenerationDefaults:  # type: ignore[override]
+        """See `Checkpoint`. The ends of a text are in the vocabulary, which only who generates text needs."""
+        tokenizer = self.load_tokenizer()
+        ends = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
+        control = tokenizer.control_tokens
+        return GenerationDefaults(
+            eos_ids=tuple(control[end] for end in ends if end in control), bos_id=tokenizer.bos_id
+        )
 
     def names(self) -> frozenset[str]:
         """See `Checkpoint.names`."""
@@ -67,8 +70,6 @@ class MetaCheckpoint(Checkpoint):
 
     def load_tokenizer(self) -> Tokenizer:
         """See `Checkpoint.load_tokenizer`."""
-        if self._tokenizer is None:
-            raise CheckpointError(f"{self.path} holds no tokenizer.model; download it from where the weights came from")
         return self._tokenizer
 
     def read_chat_template(self) -> ChatTemplate | None:
@@ -76,6 +77,10 @@ class MetaCheckpoint(Checkpoint):
         if "<|start_header_id|>" not in self.load_tokenizer().control_tokens:
             return None
         return ChatTemplate(LLAMA3_CHAT_TEMPLATE)
+
+    @functools.cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return open_tokenizer(self.path)
 
     def _get_split_axis(self, name: str, part: Tensor) -> int | None:
         module = name.split(".")[-2]

@@ -48,9 +48,10 @@ def main() -> None:
 
 
 def run(command: str | None = None) -> NoReturn:
-    """Run the command line and exit: 0, 2 for what the user can mend, 130 after Ctrl-C, 141 for a closed pipe.
+    """Run the command line and exit: 0, 2 for what the user can mend, 130 after Ctrl-C.
 
-    `command` is a subcommand to run as if it were the program.
+    A closed pipe ends the program without a word, by click's doing. `command` is a subcommand to run as if it were
+    the program.
     """
     show_log_lines()
     entry, program = (main, "gptfast") if command is None else (import_command(command), os.path.basename(sys.argv[0]))
@@ -61,7 +62,6 @@ def run(command: str | None = None) -> NoReturn:
             token_normalize_func=accept_snake_case,
             max_content_width=100,
         )
-        sys.stdout.flush()
         sys.exit(result if isinstance(result, int) else 0)
     except UserError as error:
         click.echo(f"error: {error}", err=True)
@@ -71,10 +71,6 @@ def run(command: str | None = None) -> NoReturn:
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(128 + signal.SIGINT)
-    except BrokenPipeError:
-        # Whoever read us has seen enough; the interpreter must not complain when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
 
 
 def show_log_lines() -> None:

@@ -109,11 +109,10 @@ class Outcome:
         """It ended with code 2, nothing on standard output and one line of error that says these words."""
         assert self.exit_code == 2, self
         assert self.stdout == ""
-        assert "Traceback" not in self.stderr
-        errors = [line for line in self.stderr.splitlines() if line.lower().startswith("error:")]
-        assert len(errors) == 1, self.stderr
+        assert self.stderr.startswith("error: ")
+        assert len(self.stderr.splitlines()) == 1, self.stderr
         for word in words:
-            assert word in errors[0]
+            assert word in self.stderr
 
 
 class CommandLine:

@@ -1,0 +1,296 @@
+"""Loading: which device and dtype are chosen, what is refused, and what a session then knows."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptfast import session as session_module
+from gptfast.cache import CACHE_VARIABLE
+from gptfast.checkpoint import presets
+from gptfast.compilation import CompilationError
+from gptfast.errors import CheckpointError, UserError
+from gptfast.generation import generate
+from gptfast.session import DTYPES, choose_device, choose_dtype, load
+from tests.reference.sessions import (
+    CONTEXT,
+    run_process,
+    tiny_config,
+    tiny_environment,
+    write_tiny_model,
+)
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with tiny_environment(tmp_path_factory):
+        yield
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", eos_ids=[2, 0])
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+
+
+# What a session knows
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_session_knows_its_model(as_text: bool, directory: Path) -> None:
+    session = load(str(directory) if as_text else directory, dtype="float32")
+    assert session.runner.model.config == tiny_config()
+    assert session.runner.context == CONTEXT
+    assert session.runner.batch_size == 1
+    assert not session.runner.is_compiled
+    assert set(session.defaults.eos_ids) == {0, 2}
+    assert session.tokenizer is not None
+    assert session.chat_template is not None
+    assert session.load_s > 0
+    assert session.cached_ids == []
+
+
+def test_a_base_model_has_no_chat_template(tmp_path: Path) -> None:
+    assert load(write_tiny_model(tmp_path / "base", template=None), dtype="float32").chat_template is None
+
+
+def test_a_home_directory_may_be_written_as_a_tilde(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(directory.parent))
+    assert load(f"~/{directory.name}", dtype="float32").runner.context == CONTEXT
+
+
+@pytest.mark.parametrize(("dtype", "bytes_per_weight"), [("float32", 4), ("bfloat16", 2)])
+def test_bytes_per_token_count_all_weights_but_one_row_of_the_embedding(
+    dtype: str, bytes_per_weight: int, directory: Path
+) -> None:
+    config = tiny_config()
+    attention = config.dim * (2 * config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+    layer = attention + 3 * config.dim * config.ffn_dim + 2 * config.dim
+    head = config.vocab_size * config.dim
+    expected = config.n_layers * layer + config.dim + head + config.dim
+    assert load(directory, dtype=dtype).weight_bytes_per_token == expected * bytes_per_weight
+
+
+def test_bytes_per_token_of_a_tied_head_count_the_matrix_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    tied = replace(tiny_config(), tie_word_embeddings=True)
+    monkeypatch.setattr(presets, "PRESETS", {"tied": tied, "apart": tiny_config()})
+    counts = [load(preset=name, dtype="float32").weight_bytes_per_token for name in ("tied", "apart")]
+    assert counts[1] - counts[0] == 4 * tied.dim  # the row that the other reads beside its head
+
+
+def test_random_weights_have_no_tokenizer_and_are_the_same_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presets, "PRESETS", {"tiny": tiny_config()})
+    texts = []
+    for _ in range(2):
+        session = load(preset="tiny", dtype="float32")
+        assert session.tokenizer is None
+        assert session.chat_template is None
+        texts.append(generate(session, [5, 6, 7], max_new_tokens=10)[0])
+    assert texts[0].token_ids == texts[1].token_ids
+    assert texts[0].text == ""
+
+
+def test_without_a_path_the_default_model_is_loaded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptfast.download.get_default_model", lambda: directory)
+    assert load(dtype="float32").runner.model.config == tiny_config()
+
+
+def test_threads_are_set_or_left_alone(directory: Path) -> None:
+    load(directory, dtype="float32", threads=2)
+    assert torch.get_num_threads() == 2
+    load(directory, dtype="float32")
+    assert torch.get_num_threads() == 2
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"batch_size": 0}, "batch size is 0; it must be at least 1"),
+        ({"threads": 0}, "0 threads"),
+        ({"threads": -2}, "-2 threads"),
+        ({"device": "tpu"}, "'tpu' is not supported; use cpu, cuda or auto"),
+        ({"dtype": "int3"}, "'int3' is not supported; use float32"),
+        ({"dtype": "float16", "device": "cpu"}, "float16 is not supported on cpu"),
+        ({"preset": "tiny"}, "both"),
+    ],
+)
+def test_a_setting_that_cannot_be_honoured_is_refused_by_name(
+    settings: dict[str, object], words: str, directory: Path
+) -> None:
+    threads = torch.get_num_threads()
+    with pytest.raises(UserError) as refused:
+        load(directory, **settings)  # type: ignore[arg-type]
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert torch.get_num_threads() == threads
+
+
+def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(CheckpointError, match="llama-3.2-1b"):
+        load(preset="llama-3.2-1")
+
+
+def test_a_missing_path_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nothing.gguf does not exist"):
+        load(tmp_path / "nothing.gguf", dtype="float32")
+
+
+# Device and dtype
+
+
+def test_the_device_is_what_is_asked_for_or_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == choose_device("cpu") == CPU
+    with pytest.raises(UserError, match="no CUDA GPU; use --device cpu"):
+        choose_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device("auto") == choose_device("cuda") == CUDA
+    assert choose_device("cpu") == CPU
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_dtype_that_is_named_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, (8, 0))
+    assert choose_dtype(name, CUDA) == DTYPES[name]
+
+
+def test_dtypes_that_a_device_has_no_arithmetic_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, (7, 5))
+    with pytest.raises(UserError, match="bfloat16 is not supported .* use float16"):
+        choose_dtype("bfloat16", CUDA)
+    assert choose_dtype("fp16", CUDA) == torch.float16
+    with pytest.raises(UserError, match="float16 is not supported on cpu"):
+        choose_dtype("fp16", CPU)
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((9, 0), torch.bfloat16), ((7, 5), torch.float16)])
+def test_a_gpus_own_dtype_is_one_that_it_can_compute_in(
+    capability: tuple[int, int], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, capability)
+    assert choose_dtype(None, CUDA) == expected
+
+
+class Stopwatch:
+    """Takes the place of the measurement; `seconds` is what it finds."""
+
+    def __init__(self, **seconds: float) -> None:
+        self.seconds = seconds
+        self.calls = 0
+
+    def __call__(self, *_: object) -> dict[str, float]:
+        self.calls += 1
+        return self.seconds
+
+
+@pytest.fixture
+def stopwatch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
+    stopwatch = Stopwatch(float32=1.0, bfloat16=2.0)
+    monkeypatch.setattr(session_module, "time_matrix_vector", stopwatch)
+    return stopwatch
+
+
+@pytest.mark.parametrize(("bfloat16_s", "expected"), [(0.5, torch.bfloat16), (2.0, torch.float32)])
+def test_the_faster_dtype_of_a_cpu_is_measured_once_and_kept(
+    bfloat16_s: float, expected: torch.dtype, own_cache: Path, stopwatch: Stopwatch, directory: Path
+) -> None:
+    stopwatch.seconds["bfloat16"] = bfloat16_s
+    assert load(directory).runner.model.tok_embeddings.weight.dtype == expected
+    assert choose_dtype(None, CPU) == expected
+    assert stopwatch.calls == 1
+    assert len(list((own_cache / "cpu-dtype").iterdir())) == 1
+
+
+def test_another_number_of_threads_is_measured_anew(own_cache: Path, stopwatch: Stopwatch) -> None:
+    for threads in (1, 2, 1, 2):
+        torch.set_num_threads(threads)
+        choose_dtype(None, CPU)
+    assert stopwatch.calls == 2
+
+
+def test_a_compiled_run_is_measured_apart_and_where_nothing_compiles_as_an_eager_one(
+    own_cache: Path, stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise CompilationError("no compiler")
+
+    monkeypatch.setattr(session_module, "compile_function", fail)
+    for compile in (False, True, False, True):
+        assert choose_dtype(None, CPU, compile=compile) == torch.float32
+    assert stopwatch.calls == 2
+
+
+def test_a_dtype_that_is_named_is_not_measured(own_cache: Path, stopwatch: Stopwatch, directory: Path) -> None:
+    load(directory, dtype="bf16")
+    assert stopwatch.calls == 0
+    assert not own_cache.exists()
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"float32": "fast"}'])
+def test_a_damaged_measurement_is_made_again(content: str, own_cache: Path, stopwatch: Stopwatch) -> None:
+    choose_dtype(None, CPU)
+    (kept,) = (own_cache / "cpu-dtype").iterdir()
+    kept.write_text(content)
+    assert choose_dtype(None, CPU) == torch.float32
+    assert json.loads(kept.read_text()) == stopwatch.seconds
+
+
+def test_a_measurement_that_cannot_be_kept_still_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopwatch: Stopwatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
+    assert choose_dtype(None, CPU) == torch.float32
+
+
+def test_the_measurement_times_both_dtypes(own_cache: Path) -> None:
+    choose_dtype(None, CPU)
+    (kept,) = (own_cache / "cpu-dtype").iterdir()
+    seconds = json.loads(kept.read_text())
+    assert set(seconds) == {"float32", "bfloat16"}
+    assert all(0 < value < 10 for value in seconds.values())
+
+
+def test_an_end_token_outside_the_vocabulary_is_ignored_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "gptfast"):
+        session = load(write_tiny_model(tmp_path / "model", eos_ids=[2, 5000]), dtype="float32")
+    assert session.defaults.eos_ids == (2,)
+    assert any("5000" in record.getMessage() for record in caplog.records)
+
+
+# Import
+
+
+def test_importing_the_package_imports_no_torch_and_reads_no_file() -> None:
+    program = "import sys, gptfast; print(sorted({'torch', 'tokenizers', 'gguf', 'jinja2'} & set(sys.modules)))"
+    outcome = run_process("-c", program)
+    assert outcome.stdout == "[]\n", outcome.stderr
+
+
+def test_the_public_names_are_imported_when_they_are_used() -> None:
+    program = "import gptfast; print(gptfast.load.__module__, gptfast.generate.__module__, gptfast.Message.__module__)"
+    assert run_process("-c", program).stdout == "gptfast.session gptfast.generation gptfast.chat\n"
