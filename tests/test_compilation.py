@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +21,7 @@ from gptfast.decode import decode_one_token, prefill
 from gptfast.runner import Runner
 from gptfast.session import Session
 from tests.reference.sessions import (
-    Outcome,
+    ids_of,
     load_tiny,
     random_prompt,
     run_process,
@@ -31,10 +33,13 @@ SHORT = 5  # a prompt of one small chunk: two steps to compile
 REPORT = """
 import json, sys
 import gptfast
+from gptfast.cli.main import show_log_lines
+show_log_lines()
 session = gptfast.load(sys.argv[1], dtype="float32", compile=True, threads=1)
 result = gptfast.generate(session, json.loads(sys.argv[2]), max_new_tokens=8)[0]
 statistics = session.runner.compile_statistics
-print(json.dumps([list(result.token_ids), session.runner.is_compiled, statistics.compiled, statistics.loaded]))
+steps = {"compiled": statistics.compiled, "loaded": statistics.loaded}
+print(json.dumps(steps | {"ids": result.token_ids, "is_compiled": session.runner.is_compiled}))
 """
 
 
@@ -130,25 +135,22 @@ def test_kernels_are_kept_in_the_cache_too(compiled: Session, cache: Path) -> No
 
 def test_a_second_process_loads_and_compiles_nothing(compiled: Session, directory: Path, cache: Path) -> None:
     outcome = run_process("-c", REPORT, directory, str(random_prompt(SHORT)))
-    ids, is_compiled, n_compiled, n_loaded = read_report(outcome)
-    assert is_compiled
-    assert (n_compiled, n_loaded) == (0, 2)
-    assert ids == greedy_ids(directory)
-
-
-def read_report(outcome: Outcome) -> tuple[list[int], bool, int, int]:
-    assert outcome.exit_code == 0, outcome.stderr
-    ids, is_compiled, n_compiled, n_loaded = outcome.json  # type: ignore[misc]
-    return ids, is_compiled, n_compiled, n_loaded  # type: ignore[return-value]
-
-
-def greedy_ids(directory: Path) -> list[int]:
-    from gptfast.generation import generate
-
-    return list(generate(load_tiny(directory), random_prompt(SHORT), max_new_tokens=8)[0].token_ids)
+    ids = list(ids_of(load_tiny(directory), random_prompt(SHORT), 8))
+    assert outcome.json == {"compiled": 0, "loaded": 2, "ids": ids, "is_compiled": True}
+    assert outcome.stderr == ""
 
 
 # What cannot be used
+
+
+@pytest.fixture
+def own_cache(cache: Path, compiled: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the cache to damage, and a compiler that returns at once what it made before."""
+    shutil.copytree(cache / "steps", tmp_path / "cache" / "steps")
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    made_before = dict(compiled.runner._steps)
+    monkeypatch.setattr("gptfast.compilation.build_step", lambda _f, _m, inputs: made_before[inputs["tokens"].shape[1]])
+    return tmp_path / "cache"
 
 
 def cut(path: Path) -> None:
@@ -174,8 +176,6 @@ def zero_the_start(path: Path) -> None:
 
 
 def pickle_something_else(path: Path) -> None:
-    import pickle
-
     path.write_bytes(pickle.dumps({"a": 1}))
 
 
@@ -188,72 +188,53 @@ def pickle_of_another_release(path: Path) -> None:
     [cut, empty, replace_by_text, zero_the_middle, zero_the_start, pickle_something_else, pickle_of_another_release],
 )
 def test_a_damaged_step_is_made_again_with_a_line(
-    damage: object,
-    directory: Path,
+    damage: Callable[[Path], None],
+    own_cache: Path,
     compiled: Session,
-    cache: Path,
+    directory: Path,
     expected: Tensor,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The step is kept whole afterwards: only the damage is real here, the compiler returns what it made before."""
-    assert callable(damage)
-    path = cache / "steps" / f"{make_key(compiled.runner, 32)}.bin"
-    whole = path.read_bytes()
-    with path.open("rb") as file:
-        made_before = torch.compiler.load_compiled_function(file)
-    monkeypatch.setattr("gptfast.compilation.build_step", lambda *_: made_before)
+    path = own_cache / "steps" / f"{make_key(compiled.runner, 32)}.bin"
     damage(path)
-    try:
-        with caplog.at_level(logging.INFO, "gptfast"):
-            runner = load_tiny(directory, compile=True).runner
-            runner.warm_up(SHORT)
-        assert runner.is_compiled
-        assert (runner.compile_statistics.compiled, runner.compile_statistics.loaded) == (1, 1)
-        assert any(str(path) in line and "compiled again" in line for line in list_messages(caplog))
-        assert torch.allclose(runner.prefill(random_prompt(SHORT)), expected, atol=1e-4)
-        again = load_tiny(directory, compile=True).runner
-        again.warm_up(SHORT)
-        assert again.compile_statistics.loaded == 2
-    finally:
-        path.write_bytes(whole)
+    with caplog.at_level(logging.INFO, "gptfast"):
+        runner = load_tiny(directory, compile=True).runner
+        runner.warm_up(SHORT)
+    assert runner.is_compiled
+    assert (runner.compile_statistics.compiled, runner.compile_statistics.loaded) == (1, 1)
+    assert any(str(path) in line and "compiled again" in line for line in list_messages(caplog))
+    assert torch.allclose(runner.prefill(random_prompt(SHORT)), expected, atol=1e-4)
+    again = load_tiny(directory, compile=True).runner
+    again.warm_up(SHORT)
+    assert again.compile_statistics.loaded == 2
 
 
 def test_a_step_that_does_not_fit_is_made_again_with_a_line(
-    directory: Path, compiled: Session, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    own_cache: Path,
+    compiled: Session,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    path = cache / "steps" / f"{make_key(compiled.runner, 32)}.bin"
-    whole = path.read_bytes()
-    with path.open("rb") as file:
-        step = torch.compiler.load_compiled_function(file)
     misfit = SimpleNamespace(guard_check=lambda *_: False)
-    monkeypatch.setattr(torch.compiler, "load_compiled_function", lambda _: misfit)
-    monkeypatch.setattr("gptfast.compilation.build_step", lambda *_: step)
-    try:
-        with caplog.at_level(logging.INFO, "gptfast"):
-            runner = load_tiny(directory, compile=True).runner
-            runner._get_step(32)
-    finally:
-        path.write_bytes(whole)
-    assert (runner.compile_statistics.compiled, runner.compile_statistics.loaded) == (1, 0)
+    monkeypatch.setattr(torch.compiler, "load_compiled_function", lambda *_: misfit)
+    with caplog.at_level(logging.INFO, "gptfast"):
+        runner = load_tiny(directory, compile=True).runner
+        runner.warm_up(SHORT)
+    assert (runner.compile_statistics.compiled, runner.compile_statistics.loaded) == (2, 0)
+    path = own_cache / "steps" / f"{make_key(compiled.runner, 32)}.bin"
     assert any(str(path) in line and "does not fit" in line for line in list_messages(caplog))
 
 
 def test_a_cache_that_cannot_be_written_costs_a_line_and_no_result(
+    own_cache: Path,
     directory: Path,
-    compiled: Session,
-    cache: Path,
     expected: Tensor,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Root ignores modes, so the directory is one that cannot exist: it stands under a file."""
-    steps = {}
-    for size in (1, 32):
-        with (cache / "steps" / f"{make_key(compiled.runner, size)}.bin").open("rb") as file:
-            steps[size] = torch.compiler.load_compiled_function(file)
-    monkeypatch.setattr("gptfast.compilation.build_step", lambda _f, _m, inputs: steps[inputs["tokens"].shape[1]])
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
     monkeypatch.delenv(INDUCTOR_CACHE_VARIABLE, raising=False)
@@ -267,6 +248,20 @@ def test_a_cache_that_cannot_be_written_costs_a_line_and_no_result(
     assert len(lines) == 1
     assert str(tmp_path / "file" / "cache") in lines[0]
     assert not any("later starts load it" in line for line in list_messages(caplog))
+
+
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_written_leaves_nothing_behind(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else every start of a container with a read-only home fills its temporary directory."""
+    monkeypatch.delenv(INDUCTOR_CACHE_VARIABLE, raising=False)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "tmp").mkdir()
+    places = {CACHE_VARIABLE: str(tmp_path / "file" / "cache"), "TMPDIR": str(tmp_path / "tmp")}
+    outcome = run_process("-c", REPORT, directory, str(random_prompt(SHORT)), **places)
+    assert outcome.json["is_compiled"]
+    assert [path.name for path in (tmp_path / "tmp").iterdir() if path.name.startswith("gptfast")] == []
 
 
 # Where kernels go
@@ -293,20 +288,10 @@ def test_the_default_kernel_cache_is_replaced(is_set: bool, monkeypatch: pytest.
 
 
 def test_a_machine_without_a_compiler_decodes_eagerly_and_says_so_once(directory: Path, tmp_path: Path) -> None:
-    program = REPORT + "import gptfast.cli.main"
-    setup = "from gptfast.cli.main import show_log_lines\nshow_log_lines()\n"
-    outcome = run_process(
-        "-c",
-        setup + program,
-        directory,
-        str(random_prompt(SHORT)),
-        CXX="/nonexistent/g++",
-        **{CACHE_VARIABLE: str(tmp_path / "cache"), INDUCTOR_CACHE_VARIABLE: str(tmp_path / "inductor")},
-    )
-    ids, is_compiled, n_compiled, n_loaded = read_report(outcome)
-    assert not is_compiled
-    assert (n_compiled, n_loaded) == (0, 0)
-    assert ids == greedy_ids(directory)
+    caches = {CACHE_VARIABLE: str(tmp_path / "cache"), INDUCTOR_CACHE_VARIABLE: str(tmp_path / "inductor")}
+    outcome = run_process("-c", REPORT, directory, str(random_prompt(SHORT)), CXX="/nonexistent/g++", **caches)
+    ids = list(ids_of(load_tiny(directory), random_prompt(SHORT), 8))
+    assert outcome.json == {"compiled": 0, "loaded": 0, "ids": ids, "is_compiled": False}
     lines = [line for line in outcome.stderr.splitlines() if "cannot compile" in line]
     assert len(lines) == 1
     assert "eagerly" in lines[0]

@@ -14,9 +14,7 @@ from gptfast.config import SamplingConfig
 from gptfast.errors import PromptError, UserError
 from gptfast.generation import (
     DEFAULT_MAX_NEW_TOKENS,
-    GenerationResult,
     Stream,
-    count_common,
     generate,
     make_synthetic_prompt,
     stream,
@@ -28,6 +26,8 @@ from tests.reference.product import run
 from tests.reference.sessions import (
     CONTEXT,
     PROMPT,
+    complete,
+    ids_of,
     load_tiny,
     random_prompt,
     tiny_config,
@@ -72,14 +72,6 @@ def session(request: pytest.FixtureRequest) -> Session:
 def load_ending(tmp_path: Path) -> Callable[[Sequence[int]], Session]:
     """Loads the same model with these end-of-sequence tokens."""
     return lambda eos_ids: load_tiny(write_tiny_model(tmp_path / "ending", eos_ids=eos_ids))
-
-
-def complete(session: Session, prompt: generation.Prompt, max_new_tokens: int, **settings: object) -> GenerationResult:
-    return generate(session, prompt, max_new_tokens=max_new_tokens, **settings)[0]  # type: ignore[arg-type]
-
-
-def ids_of(session: Session, prompt: generation.Prompt, max_new_tokens: int, **settings: object) -> tuple[int, ...]:
-    return complete(session, prompt, max_new_tokens, **settings).token_ids
 
 
 def split_text(session: Session, ids: Sequence[int]) -> str:
@@ -132,7 +124,7 @@ def test_the_names_of_the_package_are_these_functions() -> None:
     assert gptfast.load is load
     assert set(gptfast.__all__) <= set(dir(gptfast)) | set(gptfast._HOMES)
     with pytest.raises(AttributeError, match="'generat'"):
-        _ = gptfast.generat  # type: ignore[attr-defined]
+        _ = gptfast.generat
 
 
 # How a text ends
@@ -220,20 +212,6 @@ def test_what_was_not_started_has_no_tokens(eager: Session) -> None:
     assert result.token_ids == ()
     assert result.finish_reason == "interrupted"
     assert result.decode_tokens_per_s == result.prefill_tokens_per_s == 0
-
-
-def test_two_streams_of_one_session_do_not_mix(eager: Session) -> None:
-    """They share a cache, so the one that lost it must end with an error if it cannot go on."""
-    expected = complete(eager, PROMPT, 30)
-    first = stream(eager, PROMPT, max_new_tokens=30)
-    next(iter(first))
-    complete(eager, random_prompt(60), 10)
-    try:
-        list(first)
-    except UserError as error:
-        assert "stream" in str(error)
-    else:
-        assert first.result.token_ids == expected.token_ids
 
 
 # Limits
@@ -359,162 +337,6 @@ def test_a_synthetic_prompt_is_the_same_at_every_call_and_holds_no_control_token
     assert set(eager.tokenizer.control_tokens.values()).isdisjoint(ids)
     with pytest.raises(PromptError, match="0 tokens"):
         make_synthetic_prompt(eager, 0)
-
-
-# Sampling
-
-
-def test_the_same_seed_gives_the_same_text_whatever_ran_before(session: Session) -> None:
-    first = ids_of(session, PROMPT, 30, sampling=SAMPLED)
-    ids_of(session, random_prompt(300), 5)
-    torch.manual_seed(1)
-    assert ids_of(session, PROMPT, 30, sampling=SAMPLED) == first
-    other = SamplingConfig(temperature=1.0, seed=8)
-    assert ids_of(session, PROMPT, 30, sampling=other) != first
-
-
-def test_compiled_and_eager_steps_sample_the_same_text(compiled: Session, eager: Session) -> None:
-    assert ids_of(compiled, PROMPT, 60, sampling=SAMPLED) == ids_of(eager, PROMPT, 60, sampling=SAMPLED)
-
-
-def test_a_checkpoints_own_sampling_counts_where_none_is_given(tmp_path: Path, eager: Session) -> None:
-    asked = {"do_sample": True, "temperature": 1.5, "top_k": 5}
-    session = load_tiny(write_tiny_model(tmp_path / "sampling", generation=asked))
-    expected = ids_of(eager, PROMPT, 20, sampling=SamplingConfig(temperature=1.5, top_k=5))
-    assert ids_of(session, PROMPT, 20) == expected
-    assert ids_of(session, PROMPT, 20, sampling=SamplingConfig()) == ids_of(eager, PROMPT, 20)
-
-
-def test_the_repetition_penalty_keeps_tokens_of_the_prompt_and_the_text_away(session: Session) -> None:
-    prompt = random_prompt(40)
-    result = complete(session, prompt, 40, sampling=SamplingConfig(repetition_penalty=1e6))
-    assert len(set(result.token_ids)) == 40
-    assert set(prompt).isdisjoint(result.token_ids)
-    assert ids_of(session, prompt, 10, sampling=SamplingConfig(repetition_penalty=1.0)) == ids_of(session, prompt, 10)
-
-
-@pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED, SamplingConfig(temperature=1, repetition_penalty=1.3)])
-def test_samples_do_not_depend_on_the_batch_size(sampling: SamplingConfig, directory: Path, eager: Session) -> None:
-    expected = [r.token_ids for r in generate(eager, PROMPT, max_new_tokens=25, sampling=sampling, num_samples=5)]
-    if sampling.temperature:
-        assert len(set(expected)) == 5
-    for batch_size in (2, 3):
-        session = load_tiny(directory, batch_size=batch_size)
-        results = generate(session, PROMPT, max_new_tokens=25, sampling=sampling, num_samples=5)
-        assert [result.token_ids for result in results] == expected
-        assert {result.batch_size for result in results} == {batch_size}
-
-
-@pytest.mark.slow
-def test_compiled_rows_equal_single_ones(directory: Path, eager: Session) -> None:
-    expected = [r.token_ids for r in generate(eager, PROMPT, max_new_tokens=25, sampling=SAMPLED, num_samples=2)]
-    session = load_tiny(directory, batch_size=2, compile=True)
-    results = generate(session, PROMPT, max_new_tokens=25, sampling=SAMPLED, num_samples=2)
-    assert session.runner.is_compiled
-    assert [result.token_ids for result in results] == expected
-
-
-def test_rows_end_apart(tmp_path: Path, eager: Session) -> None:
-    full = [r.token_ids for r in generate(eager, PROMPT, max_new_tokens=25, sampling=SAMPLED, num_samples=3)]
-    end = full[1][4]
-    session = load_tiny(write_tiny_model(tmp_path / "ending", eos_ids=[end]), batch_size=3)
-    results = generate(session, PROMPT, max_new_tokens=25, sampling=SAMPLED, num_samples=3)
-    for ids, result in zip(full, results, strict=True):
-        assert result.token_ids == (ids[: ids.index(end) + 1] if end in ids else ids)
-        assert result.finish_reason == ("eos" if end in ids else "length")
-    assert len({result.new_tokens for result in results}) > 1
-
-
-def test_more_rows_than_the_session_has_are_refused(eager: Session) -> None:
-    with pytest.raises(UserError, match="2 samples .* batch size 1"):
-        Stream(eager, PROMPT, sample_ids=(0, 1))
-    with pytest.raises(UserError, match="0 samples"):
-        generate(eager, PROMPT, num_samples=0)
-
-
-# What is kept between calls
-
-
-def test_reuse_computes_only_what_is_new_and_changes_no_token(session: Session) -> None:
-    first = complete(session, random_prompt(50), 20)
-    longer = [*random_prompt(50), *first.token_ids, *random_prompt(30, seed=1)]
-    reply = stream(session, longer, max_new_tokens=20, reuse_cache=True)
-    list(reply)
-    # The last token was chosen but never read.
-    assert reply.result.reused_tokens == 50 + 19
-    assert reply.result.token_ids == ids_of(session, longer, 20)
-
-
-def test_reuse_reads_no_more_than_it_says(eager: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = random_prompt(100)
-    generate(eager, prompt, max_new_tokens=0)
-    read: list[tuple[int, int]] = []
-    prefill = eager.runner.prefill
-    monkeypatch.setattr(
-        eager.runner, "prefill", lambda ids, start=0: (read.append((len(ids), start)), prefill(ids, start))[1]
-    )
-    list(stream(eager, [*prompt, 5, 6], max_new_tokens=1, reuse_cache=True))
-    assert read == [(2, 100)]
-
-
-@pytest.mark.parametrize("shared", [0, 1, 30, 49, 50])
-def test_reuse_stops_where_the_texts_part(shared: int, session: Session) -> None:
-    generate(session, random_prompt(50), max_new_tokens=10)
-    other = [*random_prompt(50)[:shared], *random_prompt(30, seed=9)]
-    reply = stream(session, other, max_new_tokens=10, reuse_cache=True)
-    list(reply)
-    assert reply.result.reused_tokens == shared
-    assert reply.result.token_ids == ids_of(session, other, 10)
-
-
-def test_the_last_token_of_a_prompt_is_always_read(eager: Session) -> None:
-    expected = ids_of(eager, random_prompt(50), 10)
-    reply = stream(eager, random_prompt(50), max_new_tokens=10, reuse_cache=True)
-    list(reply)
-    assert reply.result.reused_tokens == 49
-    assert reply.result.token_ids == expected
-
-
-def test_reuse_after_a_stream_left_early(session: Session) -> None:
-    expected = ids_of(session, random_prompt(50), 30)
-    reply = stream(session, random_prompt(50), max_new_tokens=30)
-    next(iter(reply))
-    n_new = reply.result.new_tokens
-    longer = [*random_prompt(50), *expected[:n_new]]
-    again = stream(session, longer, max_new_tokens=30 - n_new, reuse_cache=True)
-    list(again)
-    assert again.result.reused_tokens == 50 + n_new - 1
-    assert again.result.token_ids == expected[n_new:]
-
-
-def test_reuse_holds_when_the_stream_is_read_after_another(eager: Session) -> None:
-    """What is in the cache counts when reading starts, not when the stream is made."""
-    prompt = random_prompt(50)
-    expected = ids_of(eager, prompt, 10)
-    reply = stream(eager, prompt, max_new_tokens=10, reuse_cache=True)
-    complete(eager, random_prompt(60, seed=5), 10)
-    list(reply)
-    assert reply.result.token_ids == expected
-
-
-def test_reuse_survives_a_refused_prompt(eager: Session) -> None:
-    generate(eager, random_prompt(50), max_new_tokens=5)
-    with pytest.raises(PromptError):
-        generate(eager, random_prompt(CONTEXT + 1))
-    reply = stream(eager, random_prompt(50), max_new_tokens=5, reuse_cache=True)
-    list(reply)
-    assert reply.result.reused_tokens == 49
-
-
-def test_without_reuse_nothing_is_reused(eager: Session) -> None:
-    generate(eager, random_prompt(50), max_new_tokens=5)
-    assert complete(eager, random_prompt(50), 5).reused_tokens == 0
-
-
-def test_count_common() -> None:
-    assert count_common([], [1]) == 0
-    assert count_common([1, 2, 3], [1, 2, 4, 5]) == 2
-    assert count_common([1, 2], [1, 2, 3]) == 2
 
 
 # Time

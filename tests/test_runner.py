@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gptfast import runner as runner_module
-from gptfast.compilation import CompilationError
+from gptfast.compilation import CompilationError, compile_step
 from gptfast.errors import PromptError
 from gptfast.runner import PREFILL_CHUNKS, CompileStatistics, Runner, plan_chunks, round_up
 from gptfast.session import Session
@@ -298,7 +298,6 @@ def test_a_machine_that_cannot_compile_runs_eagerly_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    compile_step = runner_module.compile_step
     calls = 0
 
     def fail_after(*arguments: object) -> object:

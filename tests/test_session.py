@@ -148,12 +148,12 @@ def test_a_setting_that_cannot_be_honoured_is_refused_by_name(
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(CheckpointError, match="llama-3.2-1b"):
+    with pytest.raises(CheckpointError, match=r"llama-3\.2-1b"):
         load(preset="llama-3.2-1")
 
 
 def test_a_missing_path_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nothing.gguf does not exist"):
+    with pytest.raises(CheckpointError, match=r"nothing\.gguf does not exist"):
         load(tmp_path / "nothing.gguf", dtype="float32")
 
 
@@ -178,7 +178,7 @@ def test_a_dtype_that_is_named_is_used(name: str, monkeypatch: pytest.MonkeyPatc
 
 def test_dtypes_that_a_device_has_no_arithmetic_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch, (7, 5))
-    with pytest.raises(UserError, match="bfloat16 is not supported .* use float16"):
+    with pytest.raises(UserError, match=r"bfloat16 is not supported .* use float16"):
         choose_dtype("bfloat16", CUDA)
     assert choose_dtype("fp16", CUDA) == torch.float16
     with pytest.raises(UserError, match="float16 is not supported on cpu"):

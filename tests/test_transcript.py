@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import hypothesis.strategies as st
 import pytest
@@ -36,7 +36,7 @@ class ChunkTokenizer:
     def encode_rendered(self, text: str, guard: str = "") -> list[int]:
         raise NotImplementedError
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         raise NotImplementedError
 
 

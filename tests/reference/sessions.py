@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch
 
 from gptfast.cache import CACHE_VARIABLE
 from gptfast.config import ModelConfig
+from gptfast.generation import GenerationResult, Prompt, generate
 from gptfast.session import Session, load
 from tests.reference.checkpoints import write_hf
 from tests.reference.families import FAMILIES, random_weights
@@ -91,6 +93,16 @@ def random_prompt(length: int, seed: int = 0) -> list[int]:
     return torch.randint(3, tiny_config().vocab_size - 1, (length,), generator=generator).tolist()
 
 
+def complete(session: Session, prompt: Prompt, max_new_tokens: int, **settings: Any) -> GenerationResult:
+    """The first text of `generate`."""
+    return generate(session, prompt, max_new_tokens=max_new_tokens, **settings)[0]
+
+
+def ids_of(session: Session, prompt: Prompt, max_new_tokens: int, **settings: Any) -> tuple[int, ...]:
+    """Its tokens."""
+    return complete(session, prompt, max_new_tokens, **settings).token_ids
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a command ended."""
@@ -106,13 +118,14 @@ class Outcome:
         return fields
 
     def assert_refused(self, *words: str) -> None:
-        """It ended with code 2, nothing on standard output and one line of error that says these words."""
+        """It ended with code 2, nothing on standard output and one line of error, the last, that says these words."""
         assert self.exit_code == 2, self
         assert self.stdout == ""
-        assert self.stderr.startswith("error: ")
-        assert len(self.stderr.splitlines()) == 1, self.stderr
+        *before, last = self.stderr.splitlines()
+        assert last.startswith("error: ")
+        assert not any("error" in line or "Traceback" in line for line in before), self.stderr
         for word in words:
-            assert word in self.stderr
+            assert word in last
 
 
 class CommandLine:
@@ -122,13 +135,13 @@ class CommandLine:
         self._patch = patch
         self._capture = capture
 
-    def __call__(self, *arguments: str | Path, stdin: str | bytes = "") -> Outcome:
+    def __call__(self, *arguments: str | int | Path, stdin: str | bytes = "") -> Outcome:
         """Run `gptfast ARGUMENTS` and read what it printed."""
         from gptfast.cli.main import run
 
         data = stdin.encode() if isinstance(stdin, str) else stdin
         self._capture.readouterr()
-        with self._patch.context() as patch:
+        with self._patch.context() as patch, restored_logger("gptfast"):
             patch.setattr(sys, "argv", ["gptfast", *map(str, arguments)])
             patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
             with pytest.raises(SystemExit) as ended:
@@ -138,7 +151,19 @@ class CommandLine:
         return Outcome(code if isinstance(code, int) else int(code is not None), captured.out, captured.err)
 
 
-def start_process(*arguments: str | Path, cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def restored_logger(name: str) -> Iterator[None]:
+    """Take back what a command line does to the logger of its own process."""
+    logger = logging.getLogger(name)
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+def start_process(*arguments: str | int | Path, cwd: str | Path = ROOT, **environment: str) -> subprocess.Popen[str]:
     """Start `python ARGUMENTS` with all three streams piped; the package is importable from any directory."""
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
@@ -147,11 +172,11 @@ def start_process(*arguments: str | Path, cwd: Path = ROOT, **environment: str) 
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
     )
 
 
-def run_process(*arguments: str | Path, stdin: str = "", cwd: Path = ROOT, **environment: str) -> Outcome:
+def run_process(*arguments: str | int | Path, stdin: str = "", cwd: str | Path = ROOT, **environment: str) -> Outcome:
     """Run `python ARGUMENTS` to its end."""
     with start_process(*arguments, cwd=cwd, **environment) as process:
         stdout, stderr = process.communicate(stdin, timeout=300)
