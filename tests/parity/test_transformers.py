@@ -23,9 +23,9 @@ from tests.reference.product import load_and_run
 transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 1e-4
-# transformers computes rotary angles in float32: at position 1,500 one is off by 1e-4 radian. Against float64
-# its own logits are off by up to 3e-4 there (`test_reference_model` holds ours to 1e-4).
-LONG_TOLERANCE = 5e-4
+# transformers computes rotary angles in float32: at position 1,500 one is off by 1e-4 radian, which this family
+# amplifies to 1.7e-4 in the logits (`test_reference_model` holds ours to 1e-4 against float64).
+LONG_TOLERANCE = {"mistral": 3e-4}
 SHORT, LONG = 300, 1536
 
 FamilyDirectory = Callable[[str], Path]
@@ -58,13 +58,13 @@ def test_logits_equal_those_of_transformers(family: str, family_directory: Famil
     assert difference(load_and_run(directory, tokens), transformers_logits(directory, len(tokens))) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["llama3-rope", "llama-linear-rope", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_those_of_transformers_on_long_texts(family: str, family_directory: FamilyDirectory) -> None:
     tokens = random_tokens(FAMILIES[family], LONG)
     directory = family_directory(family)
     ours, theirs = load_and_run(directory, tokens), transformers_logits(directory, len(tokens))
     assert difference(ours[:SHORT], theirs[:SHORT]) < TOLERANCE
-    assert difference(ours, theirs) < LONG_TOLERANCE
+    assert difference(ours, theirs) < LONG_TOLERANCE.get(family, TOLERANCE)
 
 
 @pytest.mark.parametrize("family", ["llama3-rope", "llama-linear-rope", "qwen2"])
