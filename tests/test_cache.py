@@ -25,9 +25,14 @@ def test_a_directory_below_a_file_is_not_writable(tmp_path: Path) -> None:
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_text("old")
-    with pytest.raises(KeyboardInterrupt), replace_atomically(target) as partial:
-        partial.write_text("half")
-        raise KeyboardInterrupt
+
+    def write_half() -> None:
+        with replace_atomically(target) as partial:
+            partial.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_half()
     assert target.read_text() == "old"
     assert list(tmp_path.iterdir()) == [target]
 
