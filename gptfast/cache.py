@@ -6,7 +6,9 @@ cache that cannot be written costs time, never a result.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +23,14 @@ def get_cache_dir() -> Path:
     """The root of the cache; not created, perhaps not writable."""
     override = os.environ.get(CACHE_VARIABLE)
     return Path(override).expanduser() if override else Path(platformdirs.user_cache_dir("gptfast"))
+
+
+@functools.cache
+def get_temporary_dir() -> Path:
+    """What stands in for a cache that cannot be written: a directory that is removed when the process ends."""
+    directory = tempfile.TemporaryDirectory(prefix="gptfast-")
+    atexit.register(directory.cleanup)
+    return Path(directory.name)
 
 
 def is_writable(directory: Path) -> bool:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import io
 import logging
 import os
-import pickle
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from torch import Tensor
 import gptfast.decode
 import gptfast.linear
 import gptfast.model
-from gptfast.cache import get_cache_dir, is_writable, replace_atomically
+from gptfast.cache import get_cache_dir, get_temporary_dir, is_writable, replace_atomically
 from gptfast.model import Transformer
 
 logger = logging.getLogger(__name__)
@@ -118,11 +117,12 @@ def compile_ahead_of_time(function: Step, model: Transformer, inputs: dict[str, 
     step = load_step(path, model, inputs) if path.exists() else None
     is_cached = step is not None
     if step is None:
-        logger.info("compiling %s for %d tokens; later starts load it", function.__name__, inputs["tokens"].shape[1])
+        keeps = is_writable(path.parent)
+        outlook = "later starts load it" if keeps else f"{path.parent} cannot be written, so the next start must too"
+        logger.info("compiling %s for %d tokens; %s", function.__name__, inputs["tokens"].shape[1], outlook)
         step = build_step(function, model, inputs)
-        if is_writable(path.parent):
-            with replace_atomically(path) as partial:
-                step.save_compiled_function(str(partial))
+        if keeps:
+            save_step(step, path)
     # The check of its arguments took 0.3 ms of every call, and the runner owns them all.
     step.disable_guard_check()
     return step, is_cached
@@ -157,7 +157,7 @@ def buffers_of_any_length(model: Transformer) -> Iterator[None]:
     ]
     for module, name, buffer in owners:
         alias = buffer.detach()
-        torch._dynamo.mark_dynamic(alias, LENGTH_AXIS)
+        torch._dynamo.mark_dynamic(alias, alias.dim() + LENGTH_AXIS)  # a negative axis would be ignored
         setattr(module, name, alias)
     try:
         yield
@@ -166,17 +166,26 @@ def buffers_of_any_length(model: Transformer) -> Iterator[None]:
             setattr(module, name, buffer)
 
 
+def save_step(step: Any, path: Path) -> None:
+    """Write a compiled step behind its own hash: it is a pickle, and a damaged one must never be run."""
+    with replace_atomically(path) as partial:
+        step.save_compiled_function(str(partial))
+        payload = partial.read_bytes()
+        partial.write_bytes(hashlib.sha256(payload).digest() + payload)
+
+
 def load_step(path: Path, model: Transformer, inputs: dict[str, Tensor]) -> Any:
     """Load a step that an earlier process compiled; None if it must be made again."""
     import torch._inductor
 
-    try:
-        # The kernels were compiled here before, so the compiler's vector flags need no trial again: 0.7 s.
-        with path.open("rb") as file, torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
-            step: Any = torch.compiler.load_compiled_function(file)
-    except (pickle.UnpicklingError, EOFError) as error:
-        logger.warning("the compiled step %s is damaged (%s); it is compiled again", path, error)
+    content = path.read_bytes()
+    digest, payload = content[: hashlib.sha256().digest_size], content[hashlib.sha256().digest_size :]
+    if hashlib.sha256(payload).digest() != digest:
+        logger.warning("the compiled step %s is damaged; it is compiled again", path)
         return None
+    # The kernels were compiled here before, so the compiler's vector flags need no trial again: 0.7 s.
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
+        step: Any = torch.compiler.load_compiled_function(io.BytesIO(payload))
     if not step.guard_check(model, *inputs.values()):
         logger.warning("the compiled step %s does not fit this process; it is compiled again", path)
         return None
@@ -195,8 +204,7 @@ def use_persistent_kernel_cache() -> None:
         return
     directory = get_cache_dir() / "inductor"
     if not is_writable(directory):
-        logger.warning("%s cannot be written, so compiled code is not kept for the next start", directory)
-        directory = Path(tempfile.mkdtemp(prefix="gptfast-inductor-"))
+        directory = get_temporary_dir() / "inductor"
     os.environ[INDUCTOR_CACHE_VARIABLE] = str(directory)
 
 

@@ -5,6 +5,7 @@ Shapes: B batch.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -94,11 +95,11 @@ class Stream:
             )
         eos_ids = frozenset(session.defaults.eos_ids)
         self._transcripts = [Transcript(session.tokenizer, eos_ids, stop) for _ in self._sample_ids]
-        self._reused_tokens = count_common(session.cached_ids, self.prompt_ids[:-1]) if reuse_cache else 0
         session.runner.reserve(len(self.prompt_ids) + self._max_new_tokens)
-        encode_s = time.perf_counter() - start
-        session.runner.warm_up(len(self.prompt_ids) - self._reused_tokens)
-        self._start_time = time.perf_counter() - encode_s
+        self._encode_s = time.perf_counter() - start
+        session.runner.warm_up(len(self.prompt_ids))
+        self._reuses_cache = reuse_cache
+        self._reused_tokens = 0
         self._ttft_s = self._prefill_s = self._decode_s = 0.0
         self._steps = self._run()
 
@@ -134,7 +135,10 @@ class Stream:
     def _run(self) -> Iterator[None]:
         """One step per turn, each ending with its tokens in the transcripts."""
         session, runner = self._session, self._session.runner
+        if self._reuses_cache:
+            self._reused_tokens = count_common(session.cached_ids, self.prompt_ids[:-1])
         session.cached_ids = []
+        session.owner = self
         start = time.perf_counter()
         logits = runner.prefill(self.prompt_ids[self._reused_tokens :], self._reused_tokens)
         session.cached_ids = list(self.prompt_ids)
@@ -148,12 +152,15 @@ class Stream:
         tokens = chooser.choose(logits, position)
         values = tokens.tolist()
         now = time.perf_counter()
-        self._prefill_s, self._ttft_s = now - start, now - self._start_time
+        self._prefill_s = now - start
+        self._ttft_s = self._encode_s + self._prefill_s
         while True:
             if self._record(values, position + 1 - len(self.prompt_ids)):
                 yield
                 return
             yield
+            if session.owner is not self:
+                raise UserError("another text was begun on this session, which overwrote this one; use two sessions")
             start = time.perf_counter()
             logits = runner.decode(tokens, position)
             session.cached_ids.append(values[0])
@@ -265,14 +272,18 @@ def encode_prompt(session: Session, prompt: Prompt) -> list[int]:
         if tokenizer is None:
             raise PromptError("random weights have no tokenizer; give a number of tokens or token ids as the prompt")
         return tokenizer.encode(prompt)
-    ids = [item for item in prompt if isinstance(item, int)]
     messages = [item for item in prompt if isinstance(item, Message)]
-    if messages:
+    if len(prompt) == 0:
+        raise PromptError("the prompt has no tokens; give it some text")
+    if len(messages) == len(prompt):
         if tokenizer is None or session.chat_template is None:
             raise PromptError("this model has no chat template; give a plain prompt to be completed")
         return encode_chat(tokenizer, session.chat_template, messages)
-    if not ids:
-        raise PromptError("the prompt has no tokens; give it some text")
+    ids: list[int] = []
+    for item in prompt:
+        if isinstance(item, bool | Message) or not hasattr(item, "__index__"):
+            raise PromptError(f"the prompt holds {item!r}; give text, token ids or messages, and not a mixture")
+        ids.append(operator.index(item))
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
             raise PromptError(f"token id {token_id} is not in the vocabulary of {vocab_size}; use ids below that")

@@ -127,6 +127,7 @@ class Runner:
             self._steps[size] = self._make_step(size)
         return self._steps[size]
 
+    @torch.no_grad()  # a compiled step holds only in the grad mode that it was compiled in
     def _make_step(self, size: int) -> Step:
         function: Step = decode_one_token if size == 1 else prefill
         if not self.is_compiled:

@@ -47,6 +47,7 @@ class Session:
         load_s: seconds from the checkpoint on disk to the model in memory, the choice of a dtype included.
         weight_bytes_per_token: bytes of weights that a decode step reads.
         cached_ids: the tokens whose keys and values the cache holds.
+        owner: the stream that they belong to; it cannot go on once another one has begun.
     """
 
     checkpoint: Checkpoint
@@ -55,6 +56,7 @@ class Session:
     load_s: float
     weight_bytes_per_token: int
     cached_ids: list[int] = field(default_factory=list)
+    owner: object = None
 
     @property
     def defaults(self) -> GenerationDefaults:
@@ -127,15 +129,22 @@ def choose_device(name: str) -> torch.device:
 def choose_dtype(name: str | None, device: torch.device, *, compile: bool = False) -> torch.dtype:
     """The dtype of that name, or the device's fastest; raises UserError if the device cannot compute in it."""
     if name is None:
-        return measure_cpu_dtype(compile) if device.type == "cpu" else torch.bfloat16
+        if device.type == "cpu":
+            return measure_cpu_dtype(compile)
+        return torch.bfloat16 if supports_bfloat16(device) else torch.float16
     if name not in DTYPES:
         raise UserError(f"dtype {name!r} is not supported; use {', '.join(DTYPES)}")
     dtype = DTYPES[name]
     if device.type == "cpu" and dtype == torch.float16:
         raise UserError("dtype float16 is not supported on cpu, which has no fast arithmetic for it; use bfloat16")
-    if device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+    if device.type == "cuda" and dtype == torch.bfloat16 and not supports_bfloat16(device):
         raise UserError("dtype bfloat16 is not supported on a GPU older than sm_80; use float16")
     return dtype
+
+
+def supports_bfloat16(device: torch.device) -> bool:
+    """Whether a CUDA GPU computes in bfloat16: from sm_80 on."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def measure_cpu_dtype(compile: bool) -> torch.dtype:
@@ -146,11 +155,10 @@ def measure_cpu_dtype(compile: bool) -> torch.dtype:
     """
     facts = (describe_cpu(), torch.__version__, str(torch.get_num_threads()), str(compile))
     path = get_cache_dir() / "cpu-dtype" / f"{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:24]}.json"
-    if path.exists():
-        seconds: dict[str, float] = json.loads(path.read_text())
-    else:
+    names = ("float32", "bfloat16")
+    seconds = read_times(path, names)
+    if seconds is None:
         logger.info("measuring which dtype this CPU decodes faster in, this once")
-        names = ("float32", "bfloat16")
         try:
             seconds = time_matrix_vector(names, compile_function(multiply) if compile else multiply)
         except CompilationError:
@@ -159,6 +167,16 @@ def measure_cpu_dtype(compile: bool) -> torch.dtype:
             with replace_atomically(path) as partial:
                 partial.write_text(json.dumps(seconds))
     return DTYPES[min(seconds, key=lambda name: seconds[name])]
+
+
+def read_times(path: Path, names: tuple[str, ...]) -> dict[str, float] | None:
+    """The seconds by dtype that an earlier start measured; None if there are none, or the file is damaged."""
+    try:
+        kept = json.loads(path.read_bytes())
+        seconds = {name: float(kept[name]) for name in names}
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return seconds if all(0 < value < math.inf for value in seconds.values()) else None
 
 
 @torch.no_grad()

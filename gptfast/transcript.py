@@ -57,9 +57,10 @@ class Transcript:
 
     def _append(self, text: str) -> None:
         pending = self._held + text
-        ends = [(pending.find(stop), stop) for stop in self._stop if stop in pending]
+        # The stop string that is complete first, wherever a token ends; of those the one that began first.
+        ends = [(pending.find(stop) + len(stop), pending.find(stop)) for stop in self._stop if stop in pending]
         if ends:
-            self.text += pending[: min(ends)[0]]
+            self.text += pending[: min(ends)[1]]
             self._held = ""
             self.finish_reason = "stop"
             return

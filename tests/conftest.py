@@ -13,8 +13,7 @@ from tests.reference.families import FAMILIES, random_weights
 @pytest.fixture(autouse=True)
 def _restore_torch_defaults() -> Iterator[None]:
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    with torch.no_grad():
-        yield
+    yield
     torch.set_default_dtype(dtype)
     torch.set_num_threads(threads)
 

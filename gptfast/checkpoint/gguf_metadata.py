@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gptfast.cache import get_cache_dir, is_writable
+from gptfast.cache import get_cache_dir, get_temporary_dir, is_writable
 from gptfast.checkpoint import gguf_tokenizer
 from gptfast.checkpoint.base import refuse_git_lfs_pointer
 from gptfast.checkpoint.fields import Fields
@@ -41,7 +41,7 @@ def open_metadata_directory(path: Path) -> Path:
         return directory
     if not is_writable(root):
         logger.warning("%s cannot be written, so the vocabulary of %s is parsed again at every start", root, path)
-        root = Path(tempfile.mkdtemp(prefix="gptfast-gguf-"))
+        root = get_temporary_dir()
         directory = root / directory.name
     logger.info("reading the metadata of %s, this once", path)
     with tempfile.TemporaryDirectory(dir=root, prefix=".partial-") as name:

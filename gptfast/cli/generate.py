@@ -9,8 +9,9 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,19 +29,46 @@ SYNTHETIC_TOKENS = 32
 INTERRUPTED = 130
 
 
-class Options(NamedTuple):
-    """The command line, as the functions below need it."""
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
 
+    checkpoint: str | None
+    preset: str | None
     prompt: str | None
     prompt_file: str | None
     chat: bool
     system: str | None
+    interactive: bool
     max_new_tokens: int | None
     stop: tuple[str, ...]
     num_samples: int
-    interactive: bool
+    batch_size: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    seed: int | None
+    compile: bool
+    compile_prefill: bool
+    device: str
+    dtype: str | None
+    threads: int | None
     profile: Path | None
     as_json: bool
+
+    @property
+    def chats(self) -> bool:
+        """Whether the prompt is asked to go through the chat template."""
+        return self.chat or self.system is not None
+
+    def change(self, sampling: SamplingConfig) -> SamplingConfig:
+        """The checkpoint's own sampling with what the command line says instead."""
+        names = [field.name for field in dataclasses.fields(SamplingConfig)]
+        return dataclasses.replace(
+            sampling, **{name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        )
 
 
 @click.command(name="generate")
@@ -79,37 +107,12 @@ class Options(NamedTuple):
 @click.option("--threads", type=int, help="CPU threads [default: torch's choice].")
 @click.option("--profile", type=click.Path(dir_okay=False, path_type=Path), help="Write a trace for chrome://tracing.")
 @click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
-def command(
-    checkpoint: str | None,
-    preset: str | None,
-    seed: int | None,
-    compile: bool,
-    compile_prefill: bool,
-    device: str,
-    dtype: str | None,
-    threads: int | None,
-    batch_size: int,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    repetition_penalty: float | None,
-    **others: Any,
-) -> int:
+def command(**settings: Any) -> int:
     """Generate text with a model and print what it took."""
-    options = Options(**others)
+    options = Options(**settings)
     check_options(options)
-    seed = secrets.randbits(31) if seed is None else seed
-    changes: dict[str, Any] = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-    }
-    changes = {name: value for name, value in changes.items() if value is not None}
-    SamplingConfig(**changes)  # refuses what no checkpoint could make valid
+    if options.seed is None:
+        options = dataclasses.replace(options, seed=secrets.randbits(31))
 
     start = time.perf_counter()
     from gptfast.cli.report import RunReport
@@ -117,25 +120,23 @@ def command(
 
     import_s = time.perf_counter() - start
     session = load(
-        checkpoint,
-        preset=preset,
-        device=device,
-        dtype=dtype,
-        compile=compile or compile_prefill,
-        batch_size=batch_size,
-        threads=threads,
+        options.checkpoint,
+        preset=options.preset,
+        device=options.device,
+        dtype=options.dtype,
+        compile=options.compile or options.compile_prefill,
+        batch_size=options.batch_size,
+        threads=options.threads,
     )
-    sampling = dataclasses.replace(session.defaults.sampling, **changes)
+    sampling = options.change(session.defaults.sampling)
     with record_profile(options.profile):
         if options.interactive:
             from gptfast.cli.interactive import chat
 
             return chat(session, sampling, options)
-        results, interrupted = print_samples(session, sampling, options)
-    weight = session.runner.model.tok_embeddings.weight
-    dtype_name = str(weight.dtype).removeprefix("torch.")
-    print_report(RunReport(session, results, import_s, weight.device.type, dtype_name, seed), options.as_json)
-    return INTERRUPTED if interrupted else 0
+        results, is_interrupted = print_samples(session, sampling, options)
+    print_report(RunReport(session, results, import_s, sampling.seed), options.as_json)
+    return INTERRUPTED if is_interrupted else 0
 
 
 def check_options(options: Options) -> None:
@@ -144,14 +145,20 @@ def check_options(options: Options) -> None:
         raise UserError("both --prompt and --prompt-file are given; give one of them")
     if options.interactive and (options.prompt is not None or options.prompt_file is not None):
         raise UserError("--interactive asks for its prompts; leave out --prompt and --prompt-file")
-    if options.interactive and (options.num_samples != 1 or options.as_json):
-        raise UserError("--interactive is a conversation; leave out --num-samples and --json")
+    if options.interactive and (options.num_samples != 1 or options.batch_size != 1 or options.as_json):
+        raise UserError("--interactive is one conversation; leave out --num-samples, --batch-size and --json")
+    if options.preset is not None and (options.chats or options.interactive or options.stop):
+        raise UserError(
+            f"random weights for {options.preset} have no tokenizer; "
+            "leave out --chat, --system, --interactive and --stop"
+        )
     if options.num_samples < 1:
         raise UserError(f"num-samples is {options.num_samples}; it must be at least 1")
     if options.max_new_tokens is not None and options.max_new_tokens < 0:
         raise UserError(f"max-new-tokens is {options.max_new_tokens}; it must be 0 or more")
     if "" in options.stop:
         raise UserError("an empty --stop would end every text at once; leave it out")
+    options.change(SamplingConfig())
 
 
 def print_samples(session: Session, sampling: SamplingConfig, options: Options) -> tuple[list[GenerationResult], bool]:
@@ -201,10 +208,9 @@ def build_prompt(session: Session, options: Options) -> Prompt:
     text = read_prompt_text(options)
     if text is None and session.tokenizer is None:
         return make_synthetic_prompt(session, SYNTHETIC_TOKENS)
-    if text is not None and text.isdecimal() and options.prompt_file is None and options.prompt != "-":
-        return make_synthetic_prompt(session, int(text))
-    chats = options.chat or options.system is not None or (text is None and session.chat_template is not None)
-    if not chats:
+    if not options.chats and options.prompt is not None and options.prompt.isdecimal():
+        return make_synthetic_prompt(session, int(options.prompt))
+    if not (options.chats or (text is None and session.chat_template is not None)):
         return DEFAULT_TEXT if text is None else text
     if session.chat_template is None:
         raise PromptError("this model has no chat template; leave out --chat and --system, and give text to complete")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gptfast.session import Session
 
 ROOM_FOR_REPLY = 64
-"""Tokens: older turns make way when less than this is left for a reply."""
+"""Tokens: older turns make way when less than this, or than --max-new-tokens, is left for a reply."""
 
 
 def chat(session: Session, sampling: SamplingConfig, options: Options) -> int:
@@ -33,33 +33,49 @@ def chat(session: Session, sampling: SamplingConfig, options: Options) -> int:
         except click.Abort:
             click.echo(err=True)
             return 0
-        turns.append(Message("user", question))
-        turns = forget_oldest(session, system, turns)
-        reply = Stream(
-            session,
-            [*system, *turns],
-            max_new_tokens=options.max_new_tokens,
-            sampling=sampling,
-            stop=options.stop,
-            reuse_cache=True,
-        )
-        print_stream(reply)
-        result = reply.result
-        turns.append(Message("assistant", result.text))
-        click.echo(
-            f"[{result.prompt_tokens - result.reused_tokens} tokens read, {result.reused_tokens} kept; "
-            f"{result.new_tokens} new, {result.decode_tokens_per_s:.1f} tokens/s]",
-            err=True,
-        )
+        try:
+            turns = answer(session, system, [*turns, Message("user", question)], sampling, options)
+        except PromptError as error:
+            click.echo(f"[{error}]", err=True)
 
 
-def forget_oldest(session: Session, system: list[Message], turns: list[Message]) -> list[Message]:
-    """Drop the oldest question and answer until the rest leaves room for a reply; say so."""
-    while len(encode_prompt(session, [*system, *turns])) + ROOM_FOR_REPLY > session.runner.context:
+def answer(
+    session: Session, system: list[Message], turns: list[Message], sampling: SamplingConfig, options: Options
+) -> list[Message]:
+    """Print the reply to the last turn; the turns that are remembered, the reply among them."""
+    room = ROOM_FOR_REPLY if options.max_new_tokens is None else min(options.max_new_tokens, ROOM_FOR_REPLY)
+    turns, left = forget_oldest(session, system, turns, room)
+    reply = Stream(
+        session,
+        [*system, *turns],
+        max_new_tokens=None if options.max_new_tokens is None else min(options.max_new_tokens, left),
+        sampling=sampling,
+        stop=options.stop,
+        reuse_cache=True,
+    )
+    print_stream(reply)
+    result = reply.result
+    click.echo(
+        f"[{result.prompt_tokens - result.reused_tokens} tokens read, {result.reused_tokens} kept; "
+        f"{result.new_tokens} new, {result.decode_tokens_per_s:.1f} tokens/s]",
+        err=True,
+    )
+    return [*turns, Message("assistant", result.text)]
+
+
+def forget_oldest(
+    session: Session, system: list[Message], turns: list[Message], room: int
+) -> tuple[list[Message], int]:
+    """Drop the oldest question and answer until `room` tokens are left for a reply.
+
+    Returns the turns that stay and the tokens left. Raises PromptError if the last question alone is too long.
+    """
+    context = session.runner.context
+    while True:
+        left = context - len(encode_prompt(session, [*system, *turns]))
+        if left >= room:
+            return turns, left
         if len(turns) == 1:
-            raise PromptError(
-                f"this question alone does not fit the model's context of {session.runner.context} tokens; shorten it"
-            )
+            raise PromptError(f"this question alone does not fit the model's context of {context} tokens; shorten it")
         turns = turns[2:]
         click.echo("[the conversation is longer than the context; its oldest turn is forgotten]", err=True)
-    return turns

@@ -25,9 +25,17 @@ class RunReport:
     session: Session
     results: Sequence[GenerationResult]
     import_s: float
-    device: str
-    dtype: str
     seed: int
+
+    @property
+    def device(self) -> str:
+        """The kind of device that ran."""
+        return self.session.runner.device.type
+
+    @property
+    def dtype(self) -> str:
+        """What weights and activations were computed in."""
+        return str(self.session.runner.model.tok_embeddings.weight.dtype).removeprefix("torch.")
 
     @property
     def decode_tokens_per_s(self) -> float:

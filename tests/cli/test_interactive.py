@@ -191,14 +191,15 @@ def test_ctrl_c_at_the_prompt_ends_the_conversation(
 def test_forgetting_keeps_the_system_message_and_drops_whole_turns(session: Session) -> None:
     system = [Message("system", "Be brief")]
     turns = [Message("user" if i % 2 == 0 else "assistant", f"{i} was in the park with her dog") for i in range(21)]
-    kept = forget_oldest(session, system, turns)
+    kept, left = forget_oldest(session, system, turns, ROOM_FOR_REPLY)
     assert kept == turns[-len(kept) :]
     assert len(kept) % 2 == 1
-    assert len(encode_prompt(session, [*system, *kept])) + ROOM_FOR_REPLY <= CONTEXT
+    assert len(encode_prompt(session, [*system, *kept])) + left == CONTEXT
+    assert left >= ROOM_FOR_REPLY
     assert len(encode_prompt(session, [*system, *turns[-len(kept) - 2 :]])) + ROOM_FOR_REPLY > CONTEXT
-    assert forget_oldest(session, system, turns[-1:]) == turns[-1:]
+    assert forget_oldest(session, system, turns[-1:], ROOM_FOR_REPLY)[0] == turns[-1:]
 
 
 def test_a_single_turn_that_does_not_fit_is_refused_with_the_number(session: Session) -> None:
     with pytest.raises(PromptError, match=str(CONTEXT)):
-        forget_oldest(session, [], [Message("user", "x" * 2 * CONTEXT)])
+        forget_oldest(session, [], [Message("user", "x" * 2 * CONTEXT)], ROOM_FOR_REPLY)

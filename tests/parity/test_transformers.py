@@ -35,7 +35,7 @@ def load_transformers(directory: Path, **options: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **options
     )
-    return model.eval()
+    return model.eval().requires_grad_(False)
 
 
 @cache
