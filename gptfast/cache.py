@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,17 +44,23 @@ def is_writable(directory: Path) -> bool:
         return False
 
 
+def read_cached(path: Path) -> bytes | None:
+    """What the file holds, or None: one that is missing or cannot be read is made again."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
 @contextlib.contextmanager
 def replace_atomically(target: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `target` that takes its place if the block succeeds.
+    """Yield a path beside `target`; the file that the block makes there takes its place if it succeeds.
 
     A reader sees the old file or the whole new one; a failed or killed writer leaves `target`
     as it was.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
-    partial = Path(name)
+    partial = target.parent / f".{target.name}.{secrets.token_hex(8)}"
     try:
         yield partial
         partial.replace(target)

@@ -27,7 +27,7 @@ from torch import Tensor
 import gptfast.decode
 import gptfast.linear
 import gptfast.model
-from gptfast.cache import get_cache_dir, get_temporary_dir, is_writable, replace_atomically
+from gptfast.cache import get_cache_dir, get_temporary_dir, is_writable, read_cached, replace_atomically
 from gptfast.model import Transformer
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,8 @@ def compiler_failures_named() -> Iterator[None]:
     try:
         yield
     except (BackendCompilerFailed, CppCompileError, InvalidCxxCompiler) as error:
+        if isinstance(error, InvalidCxxCompiler) or InvalidCxxCompiler.__name__ in str(error):
+            raise CompilationError("there is no working C++ compiler; install g++, or name one with CXX") from error
         raise CompilationError(str(error).strip().splitlines()[0]) from error
 
 
@@ -114,8 +116,8 @@ def compile_with_cuda_graphs(function: Step, model: Transformer, inputs: dict[st
 def compile_ahead_of_time(function: Step, model: Transformer, inputs: dict[str, Tensor]) -> tuple[Step, bool]:
     """The step, and whether an earlier process had compiled it."""
     path = get_cache_dir() / "steps" / f"{compute_key(function, model, inputs)}.bin"
-    step = load_step(path, model, inputs) if path.exists() else None
-    is_cached = step is not None
+    step = load_step(path, model, inputs)
+    is_cached = step is not None and not uses_temporary_kernel_cache()
     if step is None:
         keeps = is_writable(path.parent)
         outlook = "later starts load it" if keeps else f"{path.parent} cannot be written, so the next start must too"
@@ -136,9 +138,14 @@ def build_step(function: Step, model: Transformer, inputs: dict[str, Tensor]) ->
     inputs = inputs | {"kv_pos": inputs["kv_pos"].clone()}
     torch._dynamo.mark_dynamic(inputs["kv_pos"], 0)
     options = torch._inductor.list_mode_options("max-autotune") | {"cpp.min_chunk_size": MIN_ELEMENTS_PER_THREAD}
-    # Buffers of a module, the caches among them, would else have static shapes whatever is marked; and torch 2.11
-    # compiles ahead of time only where that is switched on.
-    settings = {"force_parameter_static_shapes": False, "enable_aot_compile": True}
+    settings = {
+        # Buffers of a module, the caches among them, would else have static shapes whatever is marked ...
+        "force_parameter_static_shapes": False,
+        # ... and what differs from the model compiled before it in this process would be taken for dynamic.
+        "automatic_dynamic_shapes": False,
+        # torch 2.11 compiles ahead of time only where that is switched on.
+        "enable_aot_compile": True,
+    }
     with torch._dynamo.config.patch(settings), buffers_of_any_length(model):
         compiled: Any = torch.compile(function, fullgraph=True, options=options)
         return compiled.aot_compile(((model, *inputs.values()), {}))
@@ -178,7 +185,9 @@ def load_step(path: Path, model: Transformer, inputs: dict[str, Tensor]) -> Any:
     """Load a step that an earlier process compiled; None if it must be made again."""
     import torch._inductor
 
-    content = path.read_bytes()
+    content = read_cached(path)
+    if content is None:
+        return None
     digest, payload = content[: hashlib.sha256().digest_size], content[hashlib.sha256().digest_size :]
     if hashlib.sha256(payload).digest() != digest:
         logger.warning("the compiled step %s is damaged; it is compiled again", path)
@@ -208,6 +217,11 @@ def use_persistent_kernel_cache() -> None:
     os.environ[INDUCTOR_CACHE_VARIABLE] = str(directory)
 
 
+def uses_temporary_kernel_cache() -> bool:
+    """Whether kernels are compiled for this process alone."""
+    return Path(os.environ[INDUCTOR_CACHE_VARIABLE]).is_relative_to(get_temporary_dir())
+
+
 def compute_key(function: Step, model: Transformer, inputs: dict[str, Tensor]) -> str:
     """A name for all that the compiled code depends on, as 32 hexadecimal digits."""
     tensors = {name: (value.dtype, value.shape) for name, value in inputs.items() if name != "kv_pos"}
@@ -219,6 +233,7 @@ def compute_key(function: Step, model: Transformer, inputs: dict[str, Tensor]) -
         repr(parameters),
         repr([buffer.shape[:LENGTH_AXIS] for buffer in model.buffers()]),
         repr(torch.get_num_threads()),
+        sys.version,
         torch.__version__,
         describe_cpu(),
         *(inspect.getsource(module) for module in (gptfast.decode, gptfast.linear, gptfast.model)),

@@ -65,6 +65,10 @@ class ModelConfig:
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim is {self.head_dim} in the model's config; rotary embeddings need it even")
 
+    def get_kv_bytes_per_token(self, element_bytes: int) -> int:
+        """Bytes of keys and values that one token of one sequence takes in all layers."""
+        return 2 * self.n_layers * self.n_kv_heads * self.head_dim * element_bytes
+
 
 @dataclass(frozen=True)
 class SamplingConfig:

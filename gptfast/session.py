@@ -7,20 +7,23 @@ import hashlib
 import json
 import logging
 import math
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from gptfast.cache import get_cache_dir, is_writable, replace_atomically
+from gptfast.cache import get_cache_dir, is_writable, read_cached, replace_atomically
 from gptfast.chat import ChatTemplate
 from gptfast.checkpoint.base import Checkpoint
+from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.compilation import CompilationError, Step, compile_function, describe_cpu
 from gptfast.config import GenerationDefaults
 from gptfast.errors import UserError
 from gptfast.linear import multiply
 from gptfast.loading import load_model
+from gptfast.memory import get_available_memory
 from gptfast.runner import Runner
 from gptfast.tokenizer import Tokenizer
 
@@ -63,6 +66,12 @@ class Session:
         """What the checkpoint says about starting, ending and sampling text."""
         return self.checkpoint.generation
 
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Every token that ends a text: those of the model's config and that of its tokenizer."""
+        eos_id = None if self.tokenizer is None else self.tokenizer.eos_id
+        return frozenset(self.defaults.eos_ids) | (frozenset() if eos_id is None else {eos_id})
+
     @functools.cached_property
     def chat_template(self) -> ChatTemplate | None:
         """None for a base model; read when first asked for, as a raw prompt needs none."""
@@ -96,13 +105,15 @@ def load(
     if batch_size < 1:
         raise UserError(f"batch size is {batch_size}; it must be at least 1")
     if threads is not None:
-        if threads < 1:
-            raise UserError(f"{threads} threads cannot run anything; give at least 1")
+        most = 4 * (os.cpu_count() or 1)
+        if not 1 <= threads <= most:
+            raise UserError(f"{threads} threads are not supported on this machine; give 1 to {most}")
         torch.set_num_threads(threads)
     start = time.perf_counter()
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device, compile=compile)
     checkpoint = _open(path, preset)
+    check_memory(checkpoint, chosen_dtype, chosen_device)
     model = load_model(checkpoint, device=chosen_device, dtype=chosen_dtype)
     return Session(
         checkpoint=checkpoint,
@@ -111,6 +122,17 @@ def load(
         load_s=time.perf_counter() - start,
         weight_bytes_per_token=model.count_weight_bytes_per_token(),
     )
+
+
+def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise UserError if the weights are larger than the memory that is free for them."""
+    needed = sum(math.prod(shape) for shape in list_tensor_shapes(checkpoint.config).values()) * dtype.itemsize
+    free = get_available_memory(device)
+    if free is not None and needed > free:
+        raise UserError(
+            f"the weights of {checkpoint.path} take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} "
+            f"and {free / 1e9:.1f} GB are free on {device.type}; use a smaller model or dtype"
+        )
 
 
 def choose_device(name: str) -> torch.device:
@@ -159,11 +181,13 @@ def measure_cpu_dtype(compile: bool) -> torch.dtype:
     seconds = read_times(path, names)
     if seconds is None:
         logger.info("measuring which dtype this CPU decodes faster in, this once")
+        keeps = is_writable(path.parent)
         try:
             seconds = time_matrix_vector(names, compile_function(multiply) if compile else multiply)
         except CompilationError:
             seconds = time_matrix_vector(names, multiply)
-        if is_writable(path.parent):
+            keeps = False  # a compiler may be installed later
+        if keeps:
             with replace_atomically(path) as partial:
                 partial.write_text(json.dumps(seconds))
     return DTYPES[min(seconds, key=lambda name: seconds[name])]
@@ -172,9 +196,9 @@ def measure_cpu_dtype(compile: bool) -> torch.dtype:
 def read_times(path: Path, names: tuple[str, ...]) -> dict[str, float] | None:
     """The seconds by dtype that an earlier start measured; None if there are none, or the file is damaged."""
     try:
-        kept = json.loads(path.read_bytes())
+        kept = json.loads(read_cached(path) or b"")
         seconds = {name: float(kept[name]) for name in names}
-    except (OSError, ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError):
         return None
     return seconds if all(0 < value < math.inf for value in seconds.values()) else None
 
@@ -208,4 +232,4 @@ def _open(path: str | Path | None, preset: str | None) -> Checkpoint:
         from gptfast.download import get_default_model
 
         path = get_default_model()
-    return open_checkpoint(Path(path).expanduser())
+    return open_checkpoint(Path(os.path.expanduser(path)))

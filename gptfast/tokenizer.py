@@ -34,6 +34,10 @@ class Tokenizer(Protocol):
         """The beginning-of-sequence token, if there is one."""
 
     @property
+    def eos_id(self) -> int | None:
+        """The token that the tokenizer's own files call the end of a text, if they name one."""
+
+    @property
     def adds_bos(self) -> bool:
         """Whether the checkpoint wants BOS before every text."""
 
@@ -137,6 +141,7 @@ def _open_fast(path: Path) -> Tokenizer:
         library,
         named_control=[text for text in texts.values() if text],
         bos_token=texts["bos_token"],
+        eos_token=texts["eos_token"],
         adds_bos=config.get("add_bos_token"),
     )
 

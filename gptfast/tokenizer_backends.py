@@ -54,12 +54,14 @@ class TokenizerBackend(abc.ABC):
         control_tokens: Mapping[str, int],
         bos_id: int | None,
         adds_bos: bool,
+        eos_id: int | None = None,
         eats_left: frozenset[int] = frozenset(),
         eats_right: frozenset[int] = frozenset(),
     ) -> None:
         self.vocab_size = vocab_size
         self.control_tokens = control_tokens
         self.bos_id = bos_id
+        self.eos_id = eos_id
         self.adds_bos = adds_bos
         self._control_ids = frozenset(control_tokens.values())
         self._eats_left = eats_left
@@ -144,6 +146,7 @@ class FastTokenizer(TokenizerBackend):
         *,
         named_control: Iterable[str] = (),
         bos_token: str | None = None,
+        eos_token: str | None = None,
         adds_bos: bool | None = None,
     ) -> None:
         """Take over `library`, which is changed so that it parses no control token and cuts nothing off.
@@ -176,6 +179,7 @@ class FastTokenizer(TokenizerBackend):
             control_tokens=control,
             bos_id=bos_id,
             adds_bos=adds_bos,
+            eos_id=None if eos_token is None else library.token_to_id(eos_token),
             eats_left=frozenset(token_id for token_id, token in added.items() if token.lstrip),
             eats_right=frozenset(token_id for token_id, token in added.items() if token.rstrip),
         )

@@ -316,7 +316,7 @@ def test_a_machine_that_cannot_compile_runs_eagerly_and_says_so(
     assert not runner.is_compiled
     assert calls == compilable + 1
     assert [record.getMessage() for record in caplog.records] == [
-        "this machine cannot compile (no compiler); the steps run eagerly, which is slower"
+        "nothing can be compiled here, so steps run eagerly, which is slower: no compiler"
     ]
 
 

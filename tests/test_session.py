@@ -239,7 +239,7 @@ def test_a_compiled_run_is_measured_apart_and_where_nothing_compiles_as_an_eager
     monkeypatch.setattr(session_module, "compile_function", fail)
     for compile in (False, True, False, True):
         assert choose_dtype(None, CPU, compile=compile) == torch.float32
-    assert stopwatch.calls == 2
+    assert stopwatch.calls == 3  # what stands in for a compiled kernel is not kept: a compiler may be installed
 
 
 def test_a_dtype_that_is_named_is_not_measured(own_cache: Path, stopwatch: Stopwatch, directory: Path) -> None:

@@ -84,7 +84,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raise CheckpointError if the file holds something else."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         refuse_git_lfs_pointer(path)
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); download it again") from error
     if not isinstance(value, dict):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from gptfast.errors import CheckpointError
 
 LARGEST_SIZE = 2**31 - 1
+LARGEST_NUMBER = sys.float_info.max
 
 
 class Fields:
@@ -34,9 +35,16 @@ class Fields:
     def get_number(self, key: str, default: float | None = None) -> float:
         """A finite number above or equal to 0."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST_NUMBER:
             raise self.refuse(key, "a number from 0 on")
         return float(value)
+
+    def get_positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self.get_number(key, default)
+        if value == 0:
+            raise self.refuse(key, "a number above 0")
+        return value
 
     def get_flag(self, key: str, default: bool = False) -> bool:
         """True or false."""
@@ -55,7 +63,9 @@ class Fields:
     def get_numbers(self, key: str) -> list[float]:
         """A list of positive numbers."""
         value = self.raw.get(key)
-        if not isinstance(value, list) or not all(isinstance(item, int | float) and item > 0 for item in value):
+        if not isinstance(value, list) or not all(
+            isinstance(item, int | float) and 0 < item <= LARGEST_NUMBER for item in value
+        ):
             raise self.refuse(key, "a list of numbers")
         return value
 
@@ -69,7 +79,7 @@ class Fields:
 
     def refuse(self, key: str, needed: str) -> CheckpointError:
         """The error for a field that is not what is needed."""
-        found = f"has {key} = {self.raw[key]!r}" if self.raw.get(key) is not None else f"lacks {key}"
+        found = f"has {key} = {self.raw[key]!r:.80}" if self.raw.get(key) is not None else f"lacks {key}"
         return CheckpointError(f"{self.source} {found} where {needed} is needed; correct it or download it again")
 
     def _get(self, key: str, default: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from torch import Tensor
 from gptfast.chat import ChatTemplate, read_chat_template
 from gptfast.checkpoint.base import Checkpoint, check_tensor, deinterleave_rotary_rows, read_json
 from gptfast.checkpoint.fields import Fields
-from gptfast.checkpoint.gguf_metadata import COMPLETE_MARKER, ROPE_FACTORS, open_metadata_directory
+from gptfast.checkpoint.gguf_metadata import ROPE_FACTORS, TENSOR_INDEX, open_metadata_directory
 from gptfast.checkpoint.hf_config import parse_config, parse_generation_defaults
+from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.errors import CheckpointError
 from gptfast.tokenizer import Tokenizer, open_tokenizer
 
@@ -73,16 +73,15 @@ class GgufCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._directory = open_metadata_directory(path)
-        raw = read_json(self._directory / "config.json")
-        generation = read_json(self._directory / "generation_config.json")
+        raw, generation, index = (
+            read_json(self._directory / name) for name in ("config.json", "generation_config.json", TENSOR_INDEX)
+        )
         self.config = parse_config(raw, str(path))
         self.generation = parse_generation_defaults(
             Fields(raw, str(path)), Fields(generation, str(path)), self.config.vocab_size
         )
-        stored = [
-            StoredTensor(**{**entry, "shape": tuple(entry["shape"])})
-            for entry in json.loads((self._directory / COMPLETE_MARKER).read_text())
-        ]
+        self._shapes = list_tensor_shapes(self.config)
+        stored = [StoredTensor(name, **{**entry, "shape": tuple(entry["shape"])}) for name, entry in index.items()]
         self._tensors = {canonicalize_name(item.name): item for item in stored if item.name != ROPE_FACTORS}
         self.stored_bytes = sum(item.bytes for item in self._tensors.values())
         self._file = self._map_file()
@@ -113,7 +112,7 @@ class GgufCheckpoint(Checkpoint):
         if stored.type in DENSE_DTYPES:
             super().read_into(name, out)
             return
-        check_tensor(self.path, name, torch.empty(stored.shape, device="meta"), tuple(out.shape))
+        self._check_shape(name, tuple(out.shape))
         for rows, values in self._dequantize(self.read_blocks(name)):
             out[rows] = values
 
@@ -152,8 +151,12 @@ class GgufCheckpoint(Checkpoint):
         storage = self._file[stored.offset : stored.offset + stored.bytes]
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        check_tensor(self.path, name, torch.empty(self._tensors[name].shape, device="meta"), shape)
+
     def _reorder_rows(self, name: str, tensor: Tensor) -> Tensor:
         if self._is_interleaved and name.split(".")[-2] in ("wq", "wk"):
+            self._check_shape(name, self._shapes[name])
             return deinterleave_rotary_rows(tensor, self.config.head_dim)
         return tensor
 

@@ -2,7 +2,7 @@
 
 The `gguf` package takes seconds to walk a vocabulary. Afterwards a start reads `config.json`,
 `generation_config.json`, `tokenizer.json`, `tokenizer_config.json` and `tensors.json` from a directory of the
-cache that is named after the file's path, size and time of change.
+cache that is named after the file's path, size and time of change; and `manifest.json` tells whether they are whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gptfast.cache import get_cache_dir, get_temporary_dir, is_writable
+from gptfast.cache import get_cache_dir, get_temporary_dir, is_writable, read_cached
 from gptfast.checkpoint import gguf_tokenizer
 from gptfast.checkpoint.base import refuse_git_lfs_pointer
 from gptfast.checkpoint.fields import Fields
@@ -25,8 +25,10 @@ logger = logging.getLogger(__name__)
 GGUF_MAGIC = b"GGUF"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_FACTORS = "rope_freqs.weight"
-COMPLETE_MARKER = "tensors.json"
-"""The file that is written last: a directory without it was never finished."""
+TENSOR_INDEX = "tensors.json"
+"""Where each tensor lies in the file, by the file's own names."""
+MANIFEST = "manifest.json"
+"""The hashes of the other files, written last: a directory that does not fit it is made again."""
 
 
 def open_metadata_directory(path: Path) -> Path:
@@ -37,7 +39,7 @@ def open_metadata_directory(path: Path) -> Path:
     identity = "\0".join([str(path.resolve()), str(state.st_size), str(state.st_mtime_ns), *sources])
     root = get_cache_dir() / "gguf"
     directory = root / hashlib.sha256(identity.encode()).hexdigest()[:24]
-    if (directory / COMPLETE_MARKER).exists():
+    if is_intact(directory):
         return directory
     if not is_writable(root):
         logger.warning("%s cannot be written, so the vocabulary of %s is parsed again at every start", root, path)
@@ -48,9 +50,23 @@ def open_metadata_directory(path: Path) -> Path:
         partial = Path(name)
         write_metadata(path, partial)
         directory.mkdir(parents=True, exist_ok=True)
-        for file in sorted(partial.iterdir(), key=lambda file: file.name == COMPLETE_MARKER):
+        for file in sorted(partial.iterdir(), key=lambda file: file.name == MANIFEST):
             file.replace(directory / file.name)
     return directory
+
+
+def is_intact(directory: Path) -> bool:
+    """Whether every file is there and holds what was written."""
+    try:
+        hashes = json.loads(read_cached(directory / MANIFEST) or b"")
+        return all(hash_file(directory / name) == found for name, found in hashes.items())
+    except (ValueError, AttributeError):
+        return False
+
+
+def hash_file(path: Path) -> str:
+    """The file's sha256 in hexadecimal, that of nothing if it cannot be read."""
+    return hashlib.sha256(read_cached(path) or b"").hexdigest()
 
 
 def write_metadata(path: Path, directory: Path) -> None:
@@ -61,23 +77,22 @@ def write_metadata(path: Path, directory: Path) -> None:
     try:
         reader = gguf.GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
-        tensors = [
-            {
-                "name": tensor.name,
+        tensors = {
+            tensor.name: {
                 "type": tensor.tensor_type.name,
                 "shape": [int(size) for size in reversed(tensor.shape)],
                 "offset": int(tensor.data_offset),
                 "bytes": int(tensor.n_bytes),
             }
             for tensor in reader.tensors
-        ]
+        }
         factors = next((tensor.data.tolist() for tensor in reader.tensors if tensor.name == ROPE_FACTORS), None)
     except (ValueError, IndexError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged or only partly downloaded ({error}); download it again") from error
-    names = {str(tensor["name"]) for tensor in tensors}
     contents = {
-        "config.json": build_config(fields, names, factors, str(path)),
+        "config.json": build_config(fields, set(tensors), factors, str(path)),
         "generation_config.json": build_generation_config(fields),
+        TENSOR_INDEX: tensors,
     }
     for name, content in contents.items():
         (directory / name).write_text(json.dumps(content, indent=1))
@@ -85,7 +100,8 @@ def write_metadata(path: Path, directory: Path) -> None:
         gguf_tokenizer.build_tokenizer_files(fields, directory)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    (directory / COMPLETE_MARKER).write_text(json.dumps(tensors))
+    hashes = {file.name: hash_file(file) for file in directory.iterdir()}
+    (directory / MANIFEST).write_text(json.dumps(hashes))
 
 
 def build_config(
@@ -98,38 +114,41 @@ def build_config(
             f"{source} holds a model of architecture {architecture!r}; supported are {', '.join(ARCHITECTURES)}"
         )
 
-    def get(key: str, default: Any = None) -> Any:
-        return fields.get(f"{architecture}.{key}", default)
+    def key(name: str) -> str:
+        return f"{architecture}.{name}"
 
-    if get("expert_count"):
-        raise CheckpointError(f"{source} holds a mixture of {get('expert_count')} experts; use a dense model")
     sizes = Fields(fields, source)
-    heads = sizes.get_size(f"{architecture}.attention.head_count")
-    dim = sizes.get_size(f"{architecture}.embedding_length")
-    head_dim = sizes.get_size(f"{architecture}.attention.key_length", max(1, dim // heads))
-    if get("rope.dimension_count", head_dim) != head_dim:
+    if fields.get(key("expert_count")):
+        raise CheckpointError(f"{source} holds a mixture of {fields[key('expert_count')]} experts; use a dense model")
+    heads, dim = sizes.get_size(key("attention.head_count")), sizes.get_size(key("embedding_length"))
+    head_dim = sizes.get_size(key("attention.key_length"), max(1, dim // heads))
+    if sizes.get_size(key("rope.dimension_count"), head_dim) != head_dim:
         raise CheckpointError(f"{source} rotates only a part of every head, which is not supported; use another model")
-    rope: dict[str, Any] = {"rope_theta": get("rope.freq_base", 10_000.0), "rope_type": "default"}
+    rope: dict[str, Any] = {"rope_theta": sizes.get_positive(key("rope.freq_base"), 10_000.0), "rope_type": "default"}
     if rope_factors is not None:
         rope |= {"rope_type": "factors", "factors": rope_factors}
-    elif get("rope.scaling.type", "none") != "none":
-        rope |= {"rope_type": get("rope.scaling.type"), "factor": get("rope.scaling.factor")}
+    elif fields.get(key("rope.scaling.type"), "none") != "none":
+        rope |= {"rope_type": fields[key("rope.scaling.type")], "factor": fields.get(key("rope.scaling.factor"))}
+    elif fields.get(key("rope.scale_linear"), 1.0) != 1.0:  # how files before 2023-11 spell the linear kind
+        rope |= {"rope_type": "linear", "factor": fields[key("rope.scale_linear")]}
+    window = fields.get(key("attention.sliding_window"))
     return {
         "model_type": architecture,
         "hidden_size": dim,
-        "num_hidden_layers": get("block_count"),
+        "num_hidden_layers": sizes.get_size(key("block_count")),
         "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "num_key_value_heads": sizes.get_size(key("attention.head_count_kv"), heads),
         "head_dim": head_dim,
-        "intermediate_size": get("feed_forward_length"),
-        "vocab_size": get("vocab_size") or len(fields.get("tokenizer.ggml.tokens", ())),
-        "max_position_embeddings": get("context_length"),
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon", 1e-6),
+        "intermediate_size": sizes.get_size(key("feed_forward_length")),
+        "vocab_size": sizes.get_size(key("vocab_size"), len(fields.get("tokenizer.ggml.tokens", ()))),
+        "max_position_embeddings": sizes.get_size(key("context_length")),
+        "rms_norm_eps": sizes.get_number(key("attention.layer_norm_rms_epsilon"), 1e-6),
         "rope_parameters": rope,
         "tie_word_embeddings": "output.weight" not in names,
         "attention_bias": "blk.0.attn_output.bias" in names,
-        "sliding_window": get("attention.sliding_window"),
-        "use_sliding_window": get("attention.sliding_window") is not None,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "max_window_layers": None,
     }
 
 

@@ -132,7 +132,7 @@ def _locate_tensors(path: Path, files: dict[Path, safetensors.safe_open]) -> dic
     if (path / INDEX_NAME).exists():
         for stored_name, file_name in _read_weight_map(path).items():
             found = locations.get(canonicalize_name(stored_name))
-            if not DERIVED_TENSOR.fullmatch(stored_name) and (found is None or found[0].name != file_name):
+            if not DERIVED_TENSOR.fullmatch(stored_name) and (found is None or found[0] != path / file_name):
                 raise CheckpointError(
                     f"tensor {stored_name} is listed in {path / INDEX_NAME} but is not in {file_name}; "
                     "download that shard again"

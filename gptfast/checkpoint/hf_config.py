@@ -8,15 +8,20 @@ from typing import Any
 
 from gptfast.checkpoint.fields import Fields
 from gptfast.config import GenerationDefaults, ModelConfig, RopeScaling, SamplingConfig
-from gptfast.errors import CheckpointError
+from gptfast.errors import CheckpointError, UserError
 
 logger = logging.getLogger(__name__)
 
 ARCHITECTURE_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32_768},
-    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "head_dim": 128},
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "max_window_layers": 28},
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32_768,
+        "max_window_layers": 28,
+        "head_dim": 128,
+    },
 }
 """The values of `model_type` that the model file computes, and what an absent key of each means to transformers."""
 UNSUPPORTED_SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -40,6 +45,7 @@ def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     refuse_unsupported(raw, source)
     fields = Fields(ARCHITECTURE_DEFAULTS[architecture] | dict(raw), source)
     dim, n_heads, n_layers = map(fields.get_size, ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    head_dim = fields.get_size("head_dim", max(1, dim // n_heads))
     # transformers gives the other architectures no choice: qwen2 has q/k/v biases alone, mistral none.
     has_biases = architecture in ("llama", "qwen3") and fields.get_flag("attention_bias")
     rope = fields.get_fields("rope_parameters") or fields.get_fields("rope_scaling") or Fields({}, source)
@@ -49,13 +55,13 @@ def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
         n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=fields.get_size("num_key_value_heads", n_heads),
-        head_dim=fields.get_size("head_dim", max(1, dim // n_heads)),
+        head_dim=head_dim,
         ffn_dim=fields.get_size("intermediate_size"),
         vocab_size=fields.get_size("vocab_size"),
         max_seq_len=fields.get_size("max_position_embeddings"),
         norm_eps=fields.get_number("rms_norm_eps", 1e-6),
-        rope_theta=rope.get_number("rope_theta", fields.get_number("rope_theta", 10_000.0)),
-        rope_scaling=parse_rope_scaling(rope),
+        rope_theta=rope.get_positive("rope_theta", fields.get_positive("rope_theta", 10_000.0)),
+        rope_scaling=parse_rope_scaling(rope, head_dim),
         tie_word_embeddings=fields.get_flag("tie_word_embeddings"),
         qkv_bias=has_biases or architecture == "qwen2",
         output_bias=has_biases,
@@ -73,22 +79,30 @@ def parse_generation_defaults(config: Fields, generation: Fields, vocab_size: in
     for token_id in eos_ids:
         if not 0 <= token_id < vocab_size:
             logger.warning("the end-of-sequence id %s is not in the vocabulary of %d; ignored", token_id, vocab_size)
-    sampling = SamplingConfig()
-    if generation.get_flag("do_sample"):
-        top_k = generation.raw.get("top_k")
-        sampling = SamplingConfig(
-            temperature=generation.get_number("temperature", 1.0),
-            top_k=generation.get_size("top_k") if top_k not in (None, 0, -1) else None,
-            top_p=generation.get_number("top_p", 1.0),
-            min_p=generation.get_number("min_p", 0.0),
-            repetition_penalty=generation.get_number("repetition_penalty", 1.0),
-        )
+    sampling = parse_sampling(generation) if generation.get_flag("do_sample") else SamplingConfig()
     bos_ids = generation.get_ids("bos_token_id") or config.get_ids("bos_token_id")
     return GenerationDefaults(
         eos_ids=tuple(token_id for token_id in eos_ids if 0 <= token_id < vocab_size),
         bos_id=bos_ids[0] if bos_ids else None,
         sampling=sampling,
     )
+
+
+def parse_sampling(generation: Fields) -> SamplingConfig:
+    """The sampling settings of `generation_config.json`; raises CheckpointError for impossible ones."""
+    top_k = generation.raw.get("top_k")
+    try:
+        return SamplingConfig(
+            temperature=generation.get_number("temperature", 1.0),
+            top_k=generation.get_size("top_k") if top_k not in (None, 0, -1) else None,
+            top_p=generation.get_number("top_p", 1.0),
+            min_p=generation.get_number("min_p", 0.0),
+            repetition_penalty=generation.get_number("repetition_penalty", 1.0),
+        )
+    except CheckpointError:
+        raise
+    except UserError as error:
+        raise CheckpointError(f"{generation.source} cannot be used: {error}") from error
 
 
 def refuse_unsupported(raw: Mapping[str, Any], source: str) -> None:
@@ -100,26 +114,34 @@ def refuse_unsupported(raw: Mapping[str, Any], source: str) -> None:
             raise CheckpointError(f"{source} asks for {key} = {name!r}, which is not supported; use another checkpoint")
 
 
-def parse_rope_scaling(rope: Fields) -> RopeScaling | None:
+def parse_rope_scaling(rope: Fields, head_dim: int) -> RopeScaling | None:
     """The rotary scaling of `rope_parameters` (transformers 5) or `rope_scaling` (4), in either spelling."""
     kind = rope.raw.get("rope_type", rope.raw.get("type", "default"))
     if any(isinstance(value, dict) for value in rope.raw.values()):
         raise CheckpointError(f"{rope.source} differ between layers, which is not supported; use another checkpoint")
+    if rope.raw.get("partial_rotary_factor") not in (None, 1):
+        raise CheckpointError(f"{rope.source} rotate a part of every head, which is not supported; use another model")
     if kind in ("default", None):
         return None
     source, rope = rope.source, Fields(rope.raw, f"{kind} {rope.source}")
     if kind == "linear":
-        return RopeScaling("linear", factor=rope.get_number("factor"))
+        return RopeScaling("linear", factor=rope.get_positive("factor"))
     if kind == "llama3":
+        low, high = rope.get_positive("low_freq_factor"), rope.get_positive("high_freq_factor")
+        if low >= high:
+            raise rope.refuse("low_freq_factor", f"a number below high_freq_factor = {high:g}")
         return RopeScaling(
             "llama3",
-            factor=rope.get_number("factor"),
-            low_freq_factor=rope.get_number("low_freq_factor"),
-            high_freq_factor=rope.get_number("high_freq_factor"),
+            factor=rope.get_positive("factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
             original_max_seq_len=rope.get_size("original_max_position_embeddings"),
         )
     if kind == "factors":  # only in the metadata that is kept of a GGUF file
-        return RopeScaling("factors", factors=tuple(rope.get_numbers("factors")))
+        factors = tuple(rope.get_numbers("factors"))
+        if len(factors) != head_dim // 2:
+            raise rope.refuse("factors", f"a list of {head_dim // 2} numbers, half of head_dim,")
+        return RopeScaling("factors", factors=factors)
     raise CheckpointError(f"{source} asks for {kind!r} rotary scaling; supported are default, linear and llama3")
 
 
@@ -128,7 +150,8 @@ def parse_sliding_window(fields: Fields, n_layers: int, *, is_default: bool) -> 
     if fields.raw.get("sliding_window") is None or not fields.get_flag("use_sliding_window", is_default):
         return None
     window = fields.get_size("sliding_window")
-    n_full = min(n_layers, fields.get_size("max_window_layers")) if fields.raw.get("max_window_layers") else 0
+    first_windowed = fields.raw.get("max_window_layers")
+    n_full = min(n_layers, fields.get_size("max_window_layers")) if first_windowed else 0
     implied = ["full_attention"] * n_full + ["sliding_attention"] * (n_layers - n_full)
     kinds = fields.raw.get("layer_types") or implied
     if not isinstance(kinds, list):

@@ -11,9 +11,16 @@ import torch
 from torch import Tensor
 
 from gptfast.chat import LLAMA3_CHAT_TEMPLATE, ChatTemplate
-from gptfast.checkpoint.base import Checkpoint, deinterleave_rotary_rows, read_json, refuse_git_lfs_pointer
+from gptfast.checkpoint.base import (
+    Checkpoint,
+    check_tensor,
+    deinterleave_rotary_rows,
+    read_json,
+    refuse_git_lfs_pointer,
+)
 from gptfast.checkpoint.fields import Fields
 from gptfast.checkpoint.presets import compute_ffn_dim
+from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.config import GenerationDefaults, ModelConfig, RopeScaling
 from gptfast.errors import CheckpointError
 from gptfast.tokenizer import Tokenizer, open_tokenizer
@@ -35,6 +42,7 @@ class MetaCheckpoint(Checkpoint):
         self._shards = [_load_shard(file) for file in files]
         self.config = parse_params(read_json(path / "params.json"), self._count_vocabulary(), str(path / "params.json"))
         self.stored_bytes = sum(file.stat().st_size for file in files)
+        self._shapes = list_tensor_shapes(self.config)
 
     @functools.cached_property
     def generation(self) -> GenerationDefaults:  # type: ignore[override]
@@ -65,6 +73,7 @@ class MetaCheckpoint(Checkpoint):
         axis = self._get_split_axis(name, parts[0])
         tensor = parts[0] if axis is None or len(parts) == 1 else torch.cat(parts, dim=axis)
         if name.split(".")[-2] in ("wq", "wk"):
+            check_tensor(self.path, name, tensor, self._shapes[name])
             tensor = deinterleave_rotary_rows(tensor, self.config.head_dim)
         return tensor
 
@@ -90,7 +99,8 @@ class MetaCheckpoint(Checkpoint):
         return 0 if module in SPLIT_ROWS else 1 if module in SPLIT_COLUMNS else None
 
     def _count_vocabulary(self) -> int:
-        return sum(shard["output.weight"].shape[0] for shard in self._shards if "output.weight" in shard)
+        heads = [shard["output.weight"] for shard in self._shards if "output.weight" in shard]
+        return sum(head.shape[0] for head in heads if head.dim() == 2)
 
     def _check_shard_numbers(self, files: list[Path]) -> None:
         for number, file in enumerate(files):

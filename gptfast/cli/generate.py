@@ -131,10 +131,10 @@ def command(**settings: Any) -> int:
     sampling = options.change(session.defaults.sampling)
     with record_profile(options.profile):
         if options.interactive:
-            from gptfast.cli.interactive import chat
-
-            return chat(session, sampling, options)
-        results, is_interrupted = print_samples(session, sampling, options)
+            from gptfast.cli.interactive import chat as produce
+        else:
+            produce = print_samples
+        results, is_interrupted = produce(session, sampling, options)
     print_report(RunReport(session, results, import_s, sampling.seed), options.as_json)
     return INTERRUPTED if is_interrupted else 0
 
@@ -158,6 +158,10 @@ def check_options(options: Options) -> None:
         raise UserError(f"max-new-tokens is {options.max_new_tokens}; it must be 0 or more")
     if "" in options.stop:
         raise UserError("an empty --stop would end every text at once; leave it out")
+    if sys.stdin is None and (options.interactive or "-" in (options.prompt, options.prompt_file)):
+        raise UserError("standard input is closed; give the prompt with --prompt or --prompt-file")
+    if options.profile is not None:
+        options.profile.open("ab").close()  # a path that cannot be written is refused now
     options.change(SamplingConfig())
 
 
@@ -244,8 +248,6 @@ def record_profile(path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    if not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written: {path.parent} is not a directory")
     import torch.profiler
 
     activities = [torch.profiler.ProfilerActivity.CPU]

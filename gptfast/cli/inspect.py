@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,13 @@ _KV_TOKENS = 1000
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON instead of tables.")
 def command(model: str, memory: str | None, as_json: bool) -> None:
     """Account for the parameters of a preset or a checkpoint, and tell which context fits."""
-    from gptfast.inspection import count_parameters, estimate_memory, get_available_memory, parse_size
+    from gptfast.errors import UserError
+    from gptfast.inspection import count_parameters, estimate_memory, parse_size
+    from gptfast.memory import get_available_host_memory
 
-    available_bytes = get_available_memory() if memory is None else parse_size(memory)
+    available_bytes = get_available_host_memory() if memory is None else parse_size(memory)
+    if available_bytes is None:
+        raise UserError("this system does not tell how much memory is free; say it with --memory, such as 16GiB")
     config, stored_bytes = _find_model(model)
     account = count_parameters(config)
     estimates = estimate_memory(config, available_bytes, stored_bytes)
@@ -49,10 +54,11 @@ def _find_model(model: str) -> tuple[ModelConfig, int | None]:
     from gptfast.checkpoint.presets import PRESETS, get_preset
     from gptfast.errors import CheckpointError
 
-    if model not in PRESETS and Path(model).expanduser().exists():
+    path = Path(os.path.expanduser(model))
+    if model not in PRESETS and path.exists():
         from gptfast.checkpoint import open_checkpoint
 
-        checkpoint = open_checkpoint(Path(model).expanduser())
+        checkpoint = open_checkpoint(path)
         return checkpoint.config, checkpoint.stored_bytes
     try:
         return get_preset(model), None

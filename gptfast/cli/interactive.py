@@ -13,41 +13,46 @@ from gptfast.generation import Stream, encode_prompt
 
 if TYPE_CHECKING:
     from gptfast.config import SamplingConfig
+    from gptfast.generation import GenerationResult
     from gptfast.session import Session
 
 ROOM_FOR_REPLY = 64
 """Tokens: older turns make way when less than this, or than --max-new-tokens, is left for a reply."""
 
 
-def chat(session: Session, sampling: SamplingConfig, options: Options) -> int:
-    """Talk until the end of input; the exit code. Ctrl-C ends a reply, and at the prompt the conversation."""
+def chat(session: Session, sampling: SamplingConfig, options: Options) -> tuple[list[GenerationResult], bool]:
+    """Talk until the end of input, or Ctrl-C at the prompt; the replies, and whether it was Ctrl-C."""
     if session.chat_template is None:
         raise PromptError("this model has no chat template, so it cannot chat; leave out --interactive")
     session.runner.warm_up()
     system = [] if options.system is None else [Message("system", options.system)]
     turns: list[Message] = []
+    results: list[GenerationResult] = []
     click.echo("Ask away; Ctrl-C ends a reply, Ctrl-D the conversation.", err=True)
     while True:
         try:
-            question = click.prompt("", prompt_suffix="> ", err=True)
-        except click.Abort:
+            question = Message("user", click.prompt("", prompt_suffix="> ", err=True))
+        except click.Abort as end:  # which click makes of both keys
             click.echo(err=True)
-            return 0
+            return results, isinstance(end.__context__, KeyboardInterrupt)
         try:
-            turns = answer(session, system, [*turns, Message("user", question)], sampling, options)
+            turns, result = answer(session, system, [*turns, question], sampling, options)
+            results.append(result)
         except PromptError as error:
             click.echo(f"[{error}]", err=True)
 
 
 def answer(
     session: Session, system: list[Message], turns: list[Message], sampling: SamplingConfig, options: Options
-) -> list[Message]:
-    """Print the reply to the last turn; the turns that are remembered, the reply among them."""
+) -> tuple[list[Message], GenerationResult]:
+    """Print the reply to the last turn; the turns that are remembered, the reply among them, and its figures."""
     room = ROOM_FOR_REPLY if options.max_new_tokens is None else min(options.max_new_tokens, ROOM_FOR_REPLY)
-    turns, left = forget_oldest(session, system, turns, room)
+    kept, left = forget_oldest(session, system, turns, room)
+    if len(kept) < len(turns):
+        click.echo("[the conversation is longer than the context; its oldest turns are forgotten]", err=True)
     reply = Stream(
         session,
-        [*system, *turns],
+        [*system, *kept],
         max_new_tokens=None if options.max_new_tokens is None else min(options.max_new_tokens, left),
         sampling=sampling,
         stop=options.stop,
@@ -60,7 +65,7 @@ def answer(
         f"{result.new_tokens} new, {result.decode_tokens_per_s:.1f} tokens/s]",
         err=True,
     )
-    return [*turns, Message("assistant", result.text)]
+    return [*kept, Message("assistant", result.text)], result
 
 
 def forget_oldest(
@@ -78,4 +83,3 @@ def forget_oldest(
         if len(turns) == 1:
             raise PromptError(f"this question alone does not fit the model's context of {context} tokens; shorten it")
         turns = turns[2:]
-        click.echo("[the conversation is longer than the context; its oldest turn is forgotten]", err=True)

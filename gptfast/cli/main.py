@@ -66,6 +66,10 @@ def run(command: str | None = None) -> NoReturn:
     except UserError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(USAGE_ERROR)
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        click.echo(f"error: {name}{error.strerror or error}; check the path, its permissions and the disk", err=True)
+        sys.exit(USAGE_ERROR)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

@@ -40,21 +40,28 @@ class RunReport:
     @property
     def decode_tokens_per_s(self) -> float:
         """Tokens after each row's first, over the time of the steps that made them."""
-        seconds = sum(result.decode_s / result.batch_size for result in self.results)
-        return sum(result.new_tokens - 1 for result in self.results if result.new_tokens) / seconds if seconds else 0.0
+        return self._per_decode_s(sum(max(0, result.new_tokens - 1) for result in self.results))
+
+    @property
+    def bandwidth_gb_per_s(self) -> float:
+        """Bytes of weights read per second while decoding, in GB = 1e9; a batch reads them once per step."""
+        steps = sum(result.decode_steps / result.batch_size for result in self.results)
+        return self._per_decode_s(steps) * self.session.weight_bytes_per_token / 1e9
 
     @property
     def prefill_tokens_per_s(self) -> float:
         """Prompt tokens computed, over the time of their steps; a batch shares one prefill."""
         seconds = sum(result.prefill_s / result.batch_size for result in self.results)
-        tokens = sum((result.prompt_tokens - result.reused_tokens) / result.batch_size for result in self.results)
-        return tokens / seconds if seconds else 0.0
+        return self.prefilled_tokens / seconds if seconds else 0.0
 
     @property
-    def bandwidth_gb_per_s(self) -> float:
-        """Bytes of weights read per second while decoding, in GB = 1e9; a batch reads them once per step."""
-        rate = self.decode_tokens_per_s / self.session.runner.batch_size
-        return rate * self.session.weight_bytes_per_token / 1e9
+    def prefilled_tokens(self) -> float:
+        """Prompt tokens that were computed and not reused."""
+        return sum((result.prompt_tokens - result.reused_tokens) / result.batch_size for result in self.results)
+
+    def _per_decode_s(self, count: float) -> float:
+        seconds = sum(result.decode_s / result.batch_size for result in self.results)
+        return count / seconds if seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """The documented fields; with several samples, the first one's text and all of them in `samples`."""
@@ -87,30 +94,35 @@ class RunReport:
 
     def to_text(self) -> str:
         """A few aligned lines."""
-        first = self.results[0]
-        new_tokens = sum(result.new_tokens for result in self.results)
-        reused = f" ({first.reused_tokens} more were in the cache)" if first.reused_tokens else ""
+        threads = f"{torch.get_num_threads()} threads, " if self.device == "cpu" else ""
         megabytes = self.session.weight_bytes_per_token / 1e6
         rows = [
-            ("run", f"{self.device}, {self.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}"),
+            ("run", f"{self.device}, {self.dtype}, {threads}torch {torch.__version__}"),
             ("start", f"import {self.import_s:.2f} s, load {self.session.load_s:.2f} s, {self._describe_compile()}"),
-            (
-                "prefill",
-                f"{first.prompt_tokens - first.reused_tokens} tokens{reused}, "
-                f"{self.prefill_tokens_per_s:.1f} tokens/s, first token after {first.ttft_s:.2f} s",
-            ),
-            ("decode", f"{new_tokens} tokens, {self.decode_tokens_per_s:.1f} tokens/s, ended by {first.finish_reason}"),
-            ("weights", f"{megabytes:,.1f} MB read per token, {self.bandwidth_gb_per_s:.1f} GB/s"),
-            ("memory", f"{get_peak_memory_bytes(self.device) / 1e9:.2f} GB peak"),
         ]
-        if any(result.batch_size > 1 for result in self.results) or len(self.results) > 1:
-            rows.insert(3, ("samples", f"{len(self.results)}, {self.session.runner.batch_size} at once"))
+        if self.results:
+            first = self.results[0]
+            new_tokens = sum(result.new_tokens for result in self.results)
+            ends = ", ".join(dict.fromkeys(result.finish_reason for result in self.results))
+            rows += [
+                (
+                    "prefill",
+                    f"{self.prefilled_tokens:.0f} tokens, {self.prefill_tokens_per_s:.1f} tokens/s, "
+                    f"first token after {first.ttft_s:.2f} s",
+                ),
+                ("decode", f"{new_tokens} tokens, {self.decode_tokens_per_s:.1f} tokens/s, ended by {ends}"),
+                ("weights", f"{megabytes:,.1f} MB read per token, {self.bandwidth_gb_per_s:.1f} GB/s"),
+            ]
+        if len(self.results) > 1:
+            rows.append(("texts", f"{len(self.results)}, {self.session.runner.batch_size} at once"))
+        rows.append(("memory", f"{get_peak_memory_bytes(self.device) / 1e9:.2f} GB peak"))
         return "\n".join(f"{name:8} {value}" for name, value in rows)
 
     def _describe_compile(self) -> str:
         statistics = self.session.runner.compile_statistics
-        if not self.session.runner.is_compiled:
-            return "not compiled (--compile is faster)"
+        runner = self.session.runner
+        if not runner.is_compiled:
+            return "not compiled" if runner.compiling_was_asked else "not compiled (--compile is faster)"
         kind = "cold" if statistics.compiled else "cached"
         return f"compile {statistics.seconds:.2f} s ({kind})"
 

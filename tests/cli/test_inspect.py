@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from gptfast.checkpoint.presets import PRESETS
 from gptfast.cli.inspect import command
 from gptfast.config import ModelConfig, RopeScaling
-from gptfast.errors import CheckpointError
+from gptfast.errors import CheckpointError, UserError
 from gptfast.inspection import InspectionError
 
 
@@ -67,8 +67,14 @@ def test_biases_and_norms_have_their_own_rows() -> None:
 
 
 def test_free_memory_is_used_without_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptfast.inspection.get_available_memory", lambda: 3 * 2**30)
+    monkeypatch.setattr("gptfast.memory.get_available_host_memory", lambda: 3 * 2**30)
     assert "3.0 GiB free on this machine" in invoke("smollm2-135m").output
+
+
+def test_unknown_free_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptfast.memory.get_available_host_memory", lambda: None)
+    assert isinstance(error := invoke("smollm2-135m").exception, UserError)
+    assert "--memory" in str(error)
 
 
 def test_json_is_one_object_on_the_last_line() -> None:
