@@ -181,7 +181,7 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     _read_head(path)
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not hold a JSON object; download it again")

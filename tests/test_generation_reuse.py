@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from gptfast.errors import PromptError, UserError
-from gptfast.generation import count_common, generate, stream
+from gptfast.generation import Stream, count_common, generate, stream
 from gptfast.session import Session
 from tests.reference.sessions import (
     CONTEXT,
@@ -147,3 +147,31 @@ def test_two_streams_of_one_session_do_not_mix(eager: Session) -> None:
     with contextlib.suppress(UserError):
         list(first)
     assert first.result.token_ids == expected.token_ids[: first.result.new_tokens]
+
+
+def test_several_rows_cannot_reuse_the_cache_of_the_first(directory: Path) -> None:
+    session = load_tiny(directory, batch_size=2)
+    with pytest.raises(UserError, match="batch size 1"):
+        Stream(session, PROMPT, max_new_tokens=5, sample_ids=(0, 1), reuse_cache=True)
+    both = Stream(session, PROMPT, max_new_tokens=5, sample_ids=(0, 1))
+    list(both)
+    assert [result.reused_tokens for result in both.results()] == [0, 0]
+
+
+# Stop strings
+
+
+def test_one_string_is_one_stop_string_and_not_its_characters(eager: Session) -> None:
+    text = complete(eager, PROMPT, 40).text
+    stop = text[10:14]
+    assert len(set(stop)) > 1
+    assert complete(eager, PROMPT, 40, stop=stop).text == text.split(stop)[0]
+    assert complete(eager, PROMPT, 40, stop=stop).finish_reason == "stop"
+    assert complete(eager, PROMPT, 40, stop=text[11] + "\0").text == text
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["x", ""]])
+def test_an_empty_stop_string_is_refused(stop: str | list[str], eager: Session) -> None:
+    for start in (generate, stream):
+        with pytest.raises(UserError, match="empty stop string"):
+            start(eager, PROMPT, max_new_tokens=5, stop=stop)

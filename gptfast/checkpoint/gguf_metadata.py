@@ -27,6 +27,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_FACTORS = "rope_freqs.weight"
 TENSOR_INDEX = "tensors.json"
 """Where each tensor lies in the file, by the file's own names."""
+METADATA_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", TENSOR_INDEX)
 MANIFEST = "manifest.json"
 """The hashes of the other files, written last: a directory that does not fit it is made again."""
 
@@ -59,9 +60,9 @@ def is_intact(directory: Path) -> bool:
     """Whether every file is there and holds what was written."""
     try:
         hashes = json.loads(read_cached(directory / MANIFEST) or b"")
-        return all(hash_file(directory / name) == found for name, found in hashes.items())
-    except (ValueError, AttributeError):
+    except ValueError:
         return False
+    return bool(hashes == {name: hash_file(directory / name) for name in METADATA_FILES})
 
 
 def hash_file(path: Path) -> str:
@@ -100,7 +101,7 @@ def write_metadata(path: Path, directory: Path) -> None:
         gguf_tokenizer.build_tokenizer_files(fields, directory)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    hashes = {file.name: hash_file(file) for file in directory.iterdir()}
+    hashes = {name: hash_file(directory / name) for name in METADATA_FILES}
     (directory / MANIFEST).write_text(json.dumps(hashes))
 
 

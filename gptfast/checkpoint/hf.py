@@ -107,8 +107,8 @@ def _read_weight_map(path: Path) -> dict[str, str]:
 
 
 def _open_file(file: Path) -> safetensors.safe_open:
-    if not file.exists():
-        raise CheckpointError(f"{file} is listed in {INDEX_NAME} but is not on disk; download that shard")
+    if not file.is_file():
+        raise CheckpointError(f"{file} is listed in {INDEX_NAME} but is not a file on disk; download that shard")
     refuse_git_lfs_pointer(file)
     try:
         return safetensors.safe_open(file, framework="pt")

@@ -66,6 +66,8 @@ class MetaCheckpoint(Checkpoint):
                     f"tensor {name} is not in consolidated.{number:02d}.pth in {self.path}; download that shard again"
                 )
         parts = [shard[name] for shard in self._shards]
+        if name in self._shapes and parts[0].dim() != len(self._shapes[name]):
+            check_tensor(self.path, name, parts[0], self._shapes[name])
         if len({part.shape for part in parts}) > 1:
             raise CheckpointError(
                 f"tensor {name} has another shape in some shard of {self.path} than in the rest; download them again"
@@ -119,11 +121,14 @@ def parse_params(raw: dict[str, Any], vocab_size: int, source: str) -> ModelConf
     fields = Fields(raw, source)
     scaling = None
     if fields.get_flag("use_scaled_rope"):
+        high = fields.get_positive("rope_high_freq_factor", 4.0)
+        if high <= 1:
+            raise fields.refuse("rope_high_freq_factor", "a number above 1, the low one,")
         scaling = RopeScaling(
             "llama3",
-            factor=fields.get_number("rope_scaling_factor", 8.0),
+            factor=fields.get_positive("rope_scaling_factor", 8.0),
             low_freq_factor=1.0,
-            high_freq_factor=fields.get_number("rope_high_freq_factor", 4.0),
+            high_freq_factor=high,
             original_max_seq_len=8192,
         )
     if raw.get("vocab_size", -1) != -1:
@@ -142,7 +147,7 @@ def parse_params(raw: dict[str, Any], vocab_size: int, source: str) -> ModelConf
         vocab_size=vocab_size,
         max_seq_len=fields.get_size("max_seq_len", context),
         norm_eps=fields.get_number("norm_eps"),
-        rope_theta=fields.get_number("rope_theta", 10_000.0),
+        rope_theta=fields.get_positive("rope_theta", 10_000.0),
         rope_scaling=scaling,
     )
 

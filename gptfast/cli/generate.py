@@ -160,9 +160,9 @@ def check_options(options: Options) -> None:
         raise UserError("an empty --stop would end every text at once; leave it out")
     if sys.stdin is None and (options.interactive or "-" in (options.prompt, options.prompt_file)):
         raise UserError("standard input is closed; give the prompt with --prompt or --prompt-file")
+    options.change(SamplingConfig())
     if options.profile is not None:
         options.profile.open("ab").close()  # a path that cannot be written is refused now
-    options.change(SamplingConfig())
 
 
 def print_samples(session: Session, sampling: SamplingConfig, options: Options) -> tuple[list[GenerationResult], bool]:

@@ -6,23 +6,26 @@ Logits spread by 1 to 2 here; the order of float32 sums moves them by a few 1e-5
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import example, given
 from torch import Tensor
 
 from gptfast.checkpoint import open_checkpoint
 from gptfast.config import ModelConfig
 from gptfast.download import peek_default_model
-from gptfast.model import Transformer
+from gptfast.model import Transformer, build_attention_mask
 from tests.reference.checkpoints import interleave_rotary, write_hf
 from tests.reference.families import FAMILIES, random_tokens, random_weights
 from tests.reference.gguf_files import read_gguf_weights
-from tests.reference.model import reference_logits, rope_frequencies
+from tests.reference.model import reference_logits, rope_frequencies, visible_positions
 from tests.reference.product import load, run
 
 TOLERANCE = 1e-4
@@ -227,6 +230,25 @@ def test_the_past_within_the_window_is_all_that_counts(family_directory: FamilyD
     reach = config.n_layers * (config.sliding_window - 1) + 1
     assert_near(after[reach:], before[reach:], tolerance=1e-6)
     assert (after[:reach] - before[:reach]).abs().amax(dim=-1).min() > 0
+
+
+@given(start=st.integers(0, 300), size=st.integers(1, 256), filled=st.integers(1, 256), window=st.integers(1, 300))
+@example(start=0, size=256, filled=140, window=16)
+def test_every_row_of_the_mask_sees_its_token_and_padding_what_the_last_one_sees(
+    start: int, size: int, filled: int, window: int
+) -> None:
+    """A row that is wholly masked is NaN to some attention kernels, and padding may lie beyond all windows."""
+    length = start + min(filled, size)
+    for sliding_window in (None, window):
+        mask = build_attention_mask(
+            torch.arange(start, start + size), torch.arange(length), sliding_window, torch.float32
+        )
+        assert mask.shape == (size, length)
+        assert set(mask.unique().tolist()) <= {0.0, -math.inf}
+        expected = visible_positions(length, sliding_window)[start:]
+        assert torch.equal(mask[: length - start] == 0, expected)
+        assert torch.equal(mask[length - start :] == 0, expected[-1:].expand(start + size - length, -1))
+        assert (mask == 0).any(dim=-1).all()
 
 
 # A real model
