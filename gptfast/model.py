@@ -79,7 +79,7 @@ class Transformer(nn.Module):
         if torch.compiler.is_compiling():
             # One length for all, or a compiler that lets it vary would take it for another one in every block.
             for buffer in self.buffers():
-                torch._check(buffer.shape[-2] == self.rope_cos.shape[-2])
+                torch._check(buffer.shape[-2] == self.rope_cos.shape[-2])  # type: ignore[no-untyped-call]
         x = self.tok_embeddings(tokens)
         cos, sin = self.rope_cos[input_pos, None], self.rope_sin[input_pos, None]
         mask = build_attention_mask(input_pos, kv_pos, self.sliding_window, x.dtype)
