@@ -219,7 +219,8 @@ def use_persistent_kernel_cache() -> None:
 
 def uses_temporary_kernel_cache() -> bool:
     """Whether kernels are compiled for this process alone."""
-    return Path(os.environ[INDUCTOR_CACHE_VARIABLE]).is_relative_to(get_temporary_dir())
+    has_temporary_dir = get_temporary_dir.cache_info().currsize > 0  # asking for it would make it
+    return has_temporary_dir and Path(os.environ[INDUCTOR_CACHE_VARIABLE]).is_relative_to(get_temporary_dir())
 
 
 def compute_key(function: Step, model: Transformer, inputs: dict[str, Tensor]) -> str:

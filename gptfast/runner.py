@@ -107,6 +107,7 @@ class Runner:
 
         With B > 1 all rows read the same tokens; they are computed once.
         """
+        assert len(tokens) > 0
         self.reserve(start + len(tokens))
         remaining = torch.tensor(tokens, dtype=torch.int64)
         for size in plan_chunks(len(tokens)):

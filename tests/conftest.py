@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from gptfast.session import Session
 from tests.reference.checkpoints import write_hf
 from tests.reference.families import FAMILIES, random_weights
+from tests.reference.sessions import load_tiny, tiny_environment, write_tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +33,34 @@ def family_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
         return written[family]
 
     return write
+
+
+@pytest.fixture(scope="module")
+def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of this test run alone; see `tiny_environment`."""
+    with tiny_environment(tmp_path_factory):
+        yield
+
+
+@pytest.fixture(scope="module")
+def directory(tiny_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, with a chat template."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def eager(directory: Path) -> Session:
+    return load_tiny(directory)
+
+
+@pytest.fixture(scope="module")
+def compiled(directory: Path) -> Session:
+    session = load_tiny(directory, compile=True)
+    session.runner.warm_up()
+    return session
+
+
+@pytest.fixture(scope="module", params=["eager", "compiled"])
+def session(request: pytest.FixtureRequest) -> Session:
+    chosen: Session = request.getfixturevalue(request.param)
+    return chosen

@@ -6,7 +6,7 @@ size, must not reach the next model's code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,7 +18,8 @@ from gptfast.runner import PREFILL_CHUNKS, Runner
 from tests.reference.checkpoints import write_hf
 from tests.reference.families import FAMILIES, random_tokens, random_weights
 from tests.reference.product import load
-from tests.reference.sessions import tiny_environment
+
+pytestmark = pytest.mark.usefixtures("tiny_cache")
 
 MODELS: dict[str, ModelConfig] = {
     "qwen3, dim 64": FAMILIES["qwen3"],
@@ -38,12 +39,6 @@ N_STEPS = 6
 TOLERANCE = 1e-4
 
 RunnerMaker = Callable[[str, int], tuple[Runner, Runner]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with tiny_environment(tmp_path_factory):
-        yield
 
 
 @pytest.fixture(scope="module")

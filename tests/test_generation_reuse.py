@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,38 +19,9 @@ from tests.reference.sessions import (
     ids_of,
     load_tiny,
     random_prompt,
-    tiny_environment,
-    write_tiny_model,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with tiny_environment(tmp_path_factory):
-        yield
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def eager(directory: Path) -> Session:
-    return load_tiny(directory)
-
-
-@pytest.fixture(scope="module")
-def compiled(directory: Path) -> Session:
-    session = load_tiny(directory, compile=True)
-    session.runner.warm_up()
-    return session
-
-
-@pytest.fixture(scope="module", params=["eager", "compiled"])
-def session(request: pytest.FixtureRequest) -> Session:
-    chosen: Session = request.getfixturevalue(request.param)
-    return chosen
+pytestmark = pytest.mark.usefixtures("tiny_cache")
 
 
 def test_reuse_computes_only_what_is_new_and_changes_no_token(session: Session) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,40 +17,12 @@ from tests.reference.sessions import (
     ids_of,
     load_tiny,
     random_prompt,
-    tiny_environment,
     write_tiny_model,
 )
 
+pytestmark = pytest.mark.usefixtures("tiny_cache")
+
 SAMPLED = SamplingConfig(temperature=1.0, seed=7)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with tiny_environment(tmp_path_factory):
-        yield
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def eager(directory: Path) -> Session:
-    return load_tiny(directory)
-
-
-@pytest.fixture(scope="module")
-def compiled(directory: Path) -> Session:
-    session = load_tiny(directory, compile=True)
-    session.runner.warm_up()
-    return session
-
-
-@pytest.fixture(scope="module", params=["eager", "compiled"])
-def session(request: pytest.FixtureRequest) -> Session:
-    chosen: Session = request.getfixturevalue(request.param)
-    return chosen
 
 
 def test_the_same_seed_gives_the_same_text_whatever_ran_before(session: Session) -> None:

@@ -20,8 +20,10 @@ from gptfast.config import ModelConfig
 from tests.reference.checkpoints import INDEX_NAME, hf_config, hf_name, split_name, write_json
 from tests.reference.families import tensor_shapes
 from tests.reference.gguf_files import gguf_name, gpt2_vocabulary
-from tests.reference.sessions import start_process, tiny_environment
+from tests.reference.sessions import start_process
 from tests.reference.tokenizers import train_byte_level, write_tokenizer
+
+pytestmark = pytest.mark.usefixtures("tiny_cache")
 
 pytestmark = [
     pytest.mark.slow,
@@ -55,12 +57,6 @@ session = gptfast.session.load(sys.argv[1], dtype="bfloat16")
 print("loaded", session.weight_bytes_per_token, flush=True)
 sys.stdin.readline()
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with tiny_environment(tmp_path_factory):
-        yield
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -24,32 +23,11 @@ from gptfast.session import Session
 from tests.reference.families import FAMILIES, random_tokens
 from tests.reference.product import load as load_model
 from tests.reference.product import run
-from tests.reference.sessions import CONTEXT, load_tiny, random_prompt, tiny_environment, write_tiny_model
+from tests.reference.sessions import CONTEXT, load_tiny, random_prompt, write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("tiny_cache")
 
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with tiny_environment(tmp_path_factory):
-        yield
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def compiled(directory: Path) -> Session:
-    session = load_tiny(directory, compile=True)
-    session.runner.warm_up()
-    return session
-
-
-@pytest.fixture(scope="module")
-def eager(directory: Path) -> Session:
-    return load_tiny(directory)
 
 
 @pytest.fixture(scope="module", params=["eager", "compiled"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,17 +20,12 @@ from tests.reference.sessions import (
     CONTEXT,
     run_process,
     tiny_config,
-    tiny_environment,
     write_tiny_model,
 )
 
+pytestmark = pytest.mark.usefixtures("tiny_cache")
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with tiny_environment(tmp_path_factory):
-        yield
 
 
 @pytest.fixture(scope="module")

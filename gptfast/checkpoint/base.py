@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import abc
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,18 @@ def refuse_git_lfs_pointer(path: Path) -> None:
         with path.open("rb") as file:
             if file.read(len(GIT_LFS_PREFIX)) == GIT_LFS_PREFIX:
                 raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` there")
+
+
+def canonicalize_name(name: str, layer_name: re.Pattern[str], modules: Mapping[str, str]) -> str:
+    """Meta's name of a tensor that goes by another one; an unknown name comes back as it is.
+
+    `layer_name` matches the names within a block as (number, module, weight or bias), and `modules` translates them.
+    """
+    if match := layer_name.fullmatch(name):
+        number, module, kind = match.groups()
+        return f"layers.{number}.{modules[module]}.{kind}" if module in modules else name
+    module, _, kind = name.rpartition(".")
+    return f"{modules[module]}.{kind}" if module in modules else name
 
 
 def deinterleave_rotary_rows(weight: Tensor, head_dim: int) -> Tensor:

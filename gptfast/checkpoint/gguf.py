@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from gptfast.chat import ChatTemplate, read_chat_template
-from gptfast.checkpoint.base import Checkpoint, check_tensor, deinterleave_rotary_rows, read_json
+from gptfast.checkpoint.base import (
+    Checkpoint,
+    canonicalize_name,
+    check_tensor,
+    deinterleave_rotary_rows,
+    read_json,
+)
 from gptfast.checkpoint.fields import Fields
 from gptfast.checkpoint.gguf_metadata import ROPE_FACTORS, TENSOR_INDEX, open_metadata_directory
 from gptfast.checkpoint.hf_config import parse_config, parse_generation_defaults
@@ -82,7 +88,11 @@ class GgufCheckpoint(Checkpoint):
         )
         self._shapes = list_tensor_shapes(self.config)
         stored = [StoredTensor(name, **{**entry, "shape": tuple(entry["shape"])}) for name, entry in index.items()]
-        self._tensors = {canonicalize_name(item.name): item for item in stored if item.name != ROPE_FACTORS}
+        self._tensors = {
+            canonicalize_name(item.name, LAYER_NAME, CANONICAL_NAMES): item
+            for item in stored
+            if item.name != ROPE_FACTORS
+        }
         self.stored_bytes = sum(item.bytes for item in self._tensors.values())
         self._file = self._map_file()
         # llama.cpp's converter interleaves the rotary pairs of this architecture, and of no other we read.
@@ -176,12 +186,3 @@ class GgufCheckpoint(Checkpoint):
                     "use a file of another quantization"
                 ) from error
             yield part, torch.from_numpy(values)
-
-
-def canonicalize_name(name: str) -> str:
-    """Meta's name of a tensor that goes by llama.cpp's; an unknown name comes back as it is."""
-    if match := LAYER_NAME.fullmatch(name):
-        layer, module, kind = match.groups()
-        return f"layers.{layer}.{CANONICAL_NAMES[module]}.{kind}" if module in CANONICAL_NAMES else name
-    module, _, kind = name.rpartition(".")
-    return f"{CANONICAL_NAMES[module]}.{kind}" if module in CANONICAL_NAMES else name

@@ -9,7 +9,7 @@ import safetensors
 from torch import Tensor
 
 from gptfast.chat import ChatTemplate, read_chat_template
-from gptfast.checkpoint.base import Checkpoint, read_json, refuse_git_lfs_pointer
+from gptfast.checkpoint.base import Checkpoint, canonicalize_name, read_json, refuse_git_lfs_pointer
 from gptfast.checkpoint.fields import Fields
 from gptfast.checkpoint.hf_config import parse_config, parse_generation_defaults
 from gptfast.errors import CheckpointError
@@ -34,7 +34,7 @@ CANONICAL_NAMES = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "ffn_norm",
 }
-LAYER_NAME = re.compile(r"model\.(layers\.\d+)\.(.+)\.(weight|bias)")
+LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 DERIVED_TENSOR = re.compile(r".*\.rotary_emb\.inv_freq")
 """Old exports store the rotary frequencies, which follow from the config."""
 
@@ -78,15 +78,6 @@ class HuggingFaceCheckpoint(Checkpoint):
         return read_chat_template(self.path)
 
 
-def canonicalize_name(name: str) -> str:
-    """Meta's name of a tensor that goes by a Hugging Face name; an unknown name comes back as it is."""
-    if match := LAYER_NAME.fullmatch(name):
-        layer, module, kind = match.groups()
-        return f"{layer}.{CANONICAL_NAMES[module]}.{kind}" if module in CANONICAL_NAMES else name
-    module, _, kind = name.rpartition(".")
-    return f"{CANONICAL_NAMES[module]}.{kind}" if module in CANONICAL_NAMES else name
-
-
 def _list_files(path: Path) -> list[Path]:
     if (path / INDEX_NAME).exists():
         return [path / name for name in sorted(set(_read_weight_map(path).values()))]
@@ -123,7 +114,7 @@ def _locate_tensors(path: Path, files: dict[Path, safetensors.safe_open]) -> dic
         for stored_name in opened.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118
             if DERIVED_TENSOR.fullmatch(stored_name):
                 continue
-            name = canonicalize_name(stored_name)
+            name = canonicalize_name(stored_name, LAYER_NAME, CANONICAL_NAMES)
             if name in locations:
                 raise CheckpointError(
                     f"tensor {stored_name} stands in both {locations[name][0]} and {file}; remove one"
@@ -131,7 +122,7 @@ def _locate_tensors(path: Path, files: dict[Path, safetensors.safe_open]) -> dic
             locations[name] = file, stored_name
     if (path / INDEX_NAME).exists():
         for stored_name, file_name in _read_weight_map(path).items():
-            found = locations.get(canonicalize_name(stored_name))
+            found = locations.get(canonicalize_name(stored_name, LAYER_NAME, CANONICAL_NAMES))
             if not DERIVED_TENSOR.fullmatch(stored_name) and (found is None or found[0] != path / file_name):
                 raise CheckpointError(
                     f"tensor {stored_name} is listed in {path / INDEX_NAME} but is not in {file_name}; "

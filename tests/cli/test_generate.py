@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ from tests.reference.sessions import (
     load_tiny,
     start_process,
     tiny_config,
-    tiny_environment,
-    write_tiny_model,
 )
+
+pytestmark = pytest.mark.usefixtures("tiny_cache")
 
 JSON_FIELDS = {
     "text",
@@ -52,30 +52,9 @@ JSON_FIELDS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with tiny_environment(tmp_path_factory):
-        yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "base", template=None)
-
-
 @pytest.fixture(scope="module")
 def session(model: Path) -> Session:
     return load_tiny(model)
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,16 +15,12 @@ from gptfast.errors import PromptError
 from gptfast.generation import Stream, encode_prompt, generate
 from gptfast.runner import Runner
 from gptfast.session import Session
-from tests.reference.sessions import CommandLine, Outcome, load_tiny, tiny_environment, write_tiny_model
+from tests.reference.sessions import CommandLine, Outcome, load_tiny, write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("tiny_cache")
 
 CONTEXT = 320
 QUESTIONS = ["Hello world", "How are you?", "Once upon a time"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with tiny_environment(tmp_path_factory):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,23 +14,12 @@ from tests.reference.sessions import (
     ROOT,
     CommandLine,
     Outcome,
-    tiny_environment,
-    write_tiny_model,
 )
+
+pytestmark = pytest.mark.usefixtures("tiny_cache")
 
 FULL = Path("/dev/full")
 """Linux's device that answers every write with "No space left on device"."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with tiny_environment(tmp_path_factory):
-        yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def run_redirected(redirection: str, *arguments: str | int | Path) -> Outcome:
