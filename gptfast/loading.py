@@ -22,11 +22,12 @@ def load_model(
     A weight that is stored as it is needed stays a view of the mapped file. Raises CheckpointError if a tensor
     is missing, unknown or of another shape than the config asks for.
     """
-    aliases = check_names(checkpoint)
+    shapes = list_tensor_shapes(checkpoint.config)
+    aliases = check_names(checkpoint, set(shapes))
     with torch.device("meta"):
         model = Transformer(checkpoint.config)
     for name, parameter in list(model.named_parameters()):
-        sources = [aliases.get(source, source) for source in list_sources(name)]
+        sources = {aliases.get(source, source): shapes[source] for source in list_sources(name)}
         weight = _read_parameter(checkpoint, sources, parameter.shape, torch.device(device), dtype)
         module_name, _, parameter_name = name.rpartition(".")
         setattr(model.get_submodule(module_name), parameter_name, nn.Parameter(weight, requires_grad=False))
@@ -40,12 +41,11 @@ def list_sources(name: str) -> list[str]:
     return [".".join([*prefix, part, kind]) for part in parts]
 
 
-def check_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Compare the tensors there are with those that the config asks for; raise CheckpointError on a difference.
+def check_names(checkpoint: Checkpoint, expected: set[str]) -> dict[str, str]:
+    """Compare the tensors there are with the `expected` ones; raise CheckpointError on a difference.
 
     Returns by which other name a tensor goes: with a tied head, either name may stand for both.
     """
-    expected = set(list_tensor_shapes(checkpoint.config))
     found = set(checkpoint.names())
     aliases: dict[str, str] = {}
     if checkpoint.config.tie_word_embeddings and HEAD in found:
@@ -69,16 +69,21 @@ def check_names(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _read_parameter(
-    checkpoint: Checkpoint, sources: list[str], shape: torch.Size, device: torch.device, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    sources: dict[str, tuple[int, ...]],
+    shape: torch.Size,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Tensor:
-    shapes = list_tensor_shapes(checkpoint.config)
+    """The parameter of that shape, made of the checkpoint's tensors `sources`, which are given with their shapes."""
     if len(sources) == 1 and device.type == "cpu":
-        view = checkpoint.view(sources[0])
+        [source] = sources
+        view = checkpoint.view(source)
         if view is not None and view.dtype == dtype:
-            check_tensor(checkpoint.path, sources[0], view, tuple(shape))
+            check_tensor(checkpoint.path, source, view, tuple(shape))
             return view.contiguous()
     weight = torch.empty(shape, dtype=dtype, device=device)
-    rows = [shapes[source][0] for source in sources] if len(sources) > 1 else [shape[0]]
-    for source, part in zip(sources, torch.split(weight, rows), strict=True):
+    parts = torch.split(weight, [source_shape[0] for source_shape in sources.values()])
+    for source, part in zip(sources, parts, strict=True):
         checkpoint.read_into(source, part)
     return weight

@@ -48,7 +48,6 @@ class Session:
         runner: executes the model's steps.
         tokenizer: None for random weights.
         load_s: seconds from the checkpoint on disk to the model in memory, the choice of a dtype included.
-        weight_bytes_per_token: bytes of weights that a decode step reads.
         cached_ids: the tokens whose keys and values the cache holds.
         owner: the stream that they belong to; it cannot go on once another one has begun.
     """
@@ -57,7 +56,6 @@ class Session:
     runner: Runner
     tokenizer: Tokenizer | None
     load_s: float
-    weight_bytes_per_token: int
     cached_ids: list[int] = field(default_factory=list)
     owner: object = None
 
@@ -71,6 +69,11 @@ class Session:
         """Every token that ends a text: those of the model's config and that of its tokenizer."""
         eos_id = None if self.tokenizer is None else self.tokenizer.eos_id
         return frozenset(self.defaults.eos_ids) | (frozenset() if eos_id is None else {eos_id})
+
+    @property
+    def weight_bytes_per_token(self) -> int:
+        """Bytes of weights that a decode step reads."""
+        return self.runner.model.count_weight_bytes_per_token()
 
     @functools.cached_property
     def chat_template(self) -> ChatTemplate | None:
@@ -120,7 +123,6 @@ def load(
         runner=Runner(model, batch_size=batch_size, compile=compile),
         tokenizer=checkpoint.load_tokenizer(),
         load_s=time.perf_counter() - start,
-        weight_bytes_per_token=model.count_weight_bytes_per_token(),
     )
 
 

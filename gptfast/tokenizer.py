@@ -5,18 +5,17 @@ from __future__ import annotations
 import base64
 import binascii
 import codecs
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from gptfast.errors import CheckpointError
+from gptfast.files import read_head, read_json
 from gptfast.tokenizer_backends import FastTokenizer, MetaTokenizer
 
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s*$", re.MULTILINE)
 _SENTENCEPIECE_START = b"\n"  # the tag of the first piece in sentencepiece's protobuf
-_HEAD_BYTES = 256
 
 
 class Tokenizer(Protocol):
@@ -109,10 +108,8 @@ def read_tokenizer_config(directory: Path) -> dict[str, Any]:
 
     Both may be missing. Raises CheckpointError if one isn't a JSON object.
     """
-    return {
-        **_read_json_object(directory / "special_tokens_map.json"),
-        **_read_json_object(directory / "tokenizer_config.json"),
-    }
+    files = [directory / name for name in ("special_tokens_map.json", "tokenizer_config.json")]
+    return {key: value for file in files if file.is_file() for key, value in read_json(file).items()}
 
 
 def read_token_text(config: Mapping[str, Any], name: str) -> str | None:
@@ -125,7 +122,7 @@ def read_token_text(config: Mapping[str, Any], name: str) -> str | None:
 def _open_fast(path: Path) -> Tokenizer:
     import tokenizers
 
-    if not _read_head(path).lstrip().startswith(b"{"):
+    if not read_head(path).lstrip().startswith(b"{"):
         raise CheckpointError(f"{path} is not JSON; download the model's tokenizer.json again")
     try:
         library = tokenizers.Tokenizer.from_file(str(path))
@@ -147,7 +144,7 @@ def _open_fast(path: Path) -> Tokenizer:
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    head = _read_head(path)
+    head = read_head(path)
     if head.startswith(_SENTENCEPIECE_START):
         raise CheckpointError(
             f"{path} is a sentencepiece model, which isn't supported; use the tokenizer.json of the same model "
@@ -163,26 +160,3 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise CheckpointError(f"{path} lacks some of its ranks; download it again")
     return ranks
-
-
-def _read_head(path: Path) -> bytes:
-    with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-    if head.startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself; fetch it with git lfs pull")
-    if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
-        raise CheckpointError(f"{path} is a web page, not the file itself; download it again, logged in if need be")
-    return head
-
-
-def _read_json_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    _read_head(path)
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object; download it again")
-    return content

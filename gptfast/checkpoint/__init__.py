@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gptfast.errors import CheckpointError
+from gptfast.files import read_head
 
 if TYPE_CHECKING:
     from gptfast.checkpoint.base import Checkpoint
@@ -21,14 +22,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} does not exist; give the path of a checkpoint directory or a .gguf file")
     if path.is_dir():
         return _open_directory(path)
-    from gptfast.checkpoint.base import refuse_git_lfs_pointer
     from gptfast.checkpoint.gguf import GgufCheckpoint
     from gptfast.checkpoint.gguf_metadata import GGUF_MAGIC
 
-    refuse_git_lfs_pointer(path)
-    with path.open("rb") as file:
-        if file.read(len(GGUF_MAGIC)) == GGUF_MAGIC:
-            return GgufCheckpoint(path)
+    if read_head(path).startswith(GGUF_MAGIC):
+        return GgufCheckpoint(path)
     if path.suffix in (".safetensors", ".pth", ".json", ".index"):
         return _open_directory(path.parent)
     raise CheckpointError(f"{path} is not a GGUF file; give the directory of a checkpoint, or a .gguf file")

@@ -7,11 +7,9 @@ Tensors go by the names of Meta's reference with nothing fused (`layers.0.attent
 from __future__ import annotations
 
 import abc
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -20,7 +18,8 @@ from gptfast.config import GenerationDefaults, ModelConfig
 from gptfast.errors import CheckpointError
 from gptfast.tokenizer import Tokenizer
 
-GIT_LFS_PREFIX = b"version https://git-lfs"
+ROTARY_PROJECTIONS = ("wq", "wk")
+"""The modules whose rows some layouts store with the rotary pairs interleaved."""
 
 
 class Checkpoint(abc.ABC):
@@ -80,26 +79,6 @@ def check_tensor(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) 
             f"tensor {name} in {path} is stored as {tensor.dtype}, a quantization that is not supported; "
             "use a checkpoint in float32, float16 or bfloat16"
         )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; raise CheckpointError if the file holds something else."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        refuse_git_lfs_pointer(path)
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, not an object; download it again")
-    return value
-
-
-def refuse_git_lfs_pointer(path: Path) -> None:
-    """Raise CheckpointError if the file is the stand-in that git leaves for a file not yet fetched."""
-    if path.is_file():
-        with path.open("rb") as file:
-            if file.read(len(GIT_LFS_PREFIX)) == GIT_LFS_PREFIX:
-                raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` there")
 
 
 def canonicalize_name(name: str, layer_name: re.Pattern[str], modules: Mapping[str, str]) -> str:

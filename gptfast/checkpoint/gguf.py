@@ -12,17 +12,18 @@ from torch import Tensor
 
 from gptfast.chat import ChatTemplate, read_chat_template
 from gptfast.checkpoint.base import (
+    ROTARY_PROJECTIONS,
     Checkpoint,
     canonicalize_name,
     check_tensor,
     deinterleave_rotary_rows,
-    read_json,
 )
 from gptfast.checkpoint.fields import Fields
 from gptfast.checkpoint.gguf_metadata import ROPE_FACTORS, TENSOR_INDEX, open_metadata_directory
 from gptfast.checkpoint.hf_config import parse_config, parse_generation_defaults
 from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.errors import CheckpointError
+from gptfast.files import read_json
 from gptfast.tokenizer import Tokenizer, open_tokenizer
 
 CANONICAL_NAMES = {
@@ -165,7 +166,7 @@ class GgufCheckpoint(Checkpoint):
         check_tensor(self.path, name, torch.empty(self._tensors[name].shape, device="meta"), shape)
 
     def _reorder_rows(self, name: str, tensor: Tensor) -> Tensor:
-        if self._is_interleaved and name.split(".")[-2] in ("wq", "wk"):
+        if self._is_interleaved and name.split(".")[-2] in ROTARY_PROJECTIONS:
             self._check_shape(name, self._shapes[name])
             return deinterleave_rotary_rows(tensor, self.config.head_dim)
         return tensor

@@ -16,7 +16,6 @@ from typing import Any
 
 from gptfast.cache import get_cache_dir, get_temporary_dir, is_writable, read_cached
 from gptfast.checkpoint import gguf_tokenizer
-from gptfast.checkpoint.base import refuse_git_lfs_pointer
 from gptfast.checkpoint.fields import Fields
 from gptfast.errors import CheckpointError
 
@@ -72,7 +71,6 @@ def hash_file(path: Path) -> str:
 
 def write_metadata(path: Path, directory: Path) -> None:
     """Parse the file's header and write the metadata files; raises CheckpointError naming what is wrong."""
-    refuse_git_lfs_pointer(path)
     import gguf
 
     try:

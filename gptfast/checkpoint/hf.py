@@ -9,10 +9,11 @@ import safetensors
 from torch import Tensor
 
 from gptfast.chat import ChatTemplate, read_chat_template
-from gptfast.checkpoint.base import Checkpoint, canonicalize_name, read_json, refuse_git_lfs_pointer
+from gptfast.checkpoint.base import Checkpoint, canonicalize_name
 from gptfast.checkpoint.fields import Fields
 from gptfast.checkpoint.hf_config import parse_config, parse_generation_defaults
 from gptfast.errors import CheckpointError
+from gptfast.files import read_head, read_json
 from gptfast.tokenizer import Tokenizer, open_tokenizer
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -100,7 +101,7 @@ def _read_weight_map(path: Path) -> dict[str, str]:
 def _open_file(file: Path) -> safetensors.safe_open:
     if not file.is_file():
         raise CheckpointError(f"{file} is listed in {INDEX_NAME} but is not a file on disk; download that shard")
-    refuse_git_lfs_pointer(file)
+    read_head(file)
     try:
         return safetensors.safe_open(file, framework="pt")
     except safetensors.SafetensorError as error:

@@ -11,18 +11,13 @@ import torch
 from torch import Tensor
 
 from gptfast.chat import LLAMA3_CHAT_TEMPLATE, ChatTemplate
-from gptfast.checkpoint.base import (
-    Checkpoint,
-    check_tensor,
-    deinterleave_rotary_rows,
-    read_json,
-    refuse_git_lfs_pointer,
-)
+from gptfast.checkpoint.base import ROTARY_PROJECTIONS, Checkpoint, check_tensor, deinterleave_rotary_rows
 from gptfast.checkpoint.fields import Fields
 from gptfast.checkpoint.presets import compute_ffn_dim
 from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.config import GenerationDefaults, ModelConfig, RopeScaling
 from gptfast.errors import CheckpointError
+from gptfast.files import read_head, read_json
 from gptfast.tokenizer import Tokenizer, open_tokenizer
 
 SPLIT_ROWS = ("wq", "wk", "wv", "w1", "w3", "output")
@@ -74,7 +69,7 @@ class MetaCheckpoint(Checkpoint):
             )
         axis = self._get_split_axis(name, parts[0])
         tensor = parts[0] if axis is None or len(parts) == 1 else torch.cat(parts, dim=axis)
-        if name.split(".")[-2] in ("wq", "wk"):
+        if name.split(".")[-2] in ROTARY_PROJECTIONS:
             check_tensor(self.path, name, tensor, self._shapes[name])
             tensor = deinterleave_rotary_rows(tensor, self.config.head_dim)
         return tensor
@@ -153,7 +148,7 @@ def parse_params(raw: dict[str, Any], vocab_size: int, source: str) -> ModelConf
 
 
 def _load_shard(file: Path) -> dict[str, Tensor]:
-    refuse_git_lfs_pointer(file)
+    read_head(file)
     try:
         shard = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
