@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -55,20 +56,25 @@ class CompiledStep:
     is_cached: bool
 
 
-def compile_step(function: Step, model: Transformer, inputs: dict[str, Tensor]) -> CompiledStep:
+def compile_step(
+    function: Step, model: Transformer, inputs: dict[str, Tensor], *, separate_kernels: bool = False
+) -> CompiledStep:
     """Compile a step of `decode` for this model and inputs of these dtypes, shapes and strides.
 
     The step may be called with caches of any length and with any number of `kv_pos` from 2 on; with nothing
     else that differs. `inputs` are its arguments after the model, in order. Raises CompilationError if there is
     no C++ compiler or it fails.
+
+    `separate_kernels` makes a slower step whose kernels can be timed one by one: on a CPU every loop is a function
+    of its own, where else all loops between two products of the library are one; on CUDA there is no graph.
     """
     start = time.perf_counter()
     use_persistent_kernel_cache()
     with compiler_failures_named():
         if inputs["tokens"].device.type == "cuda":
-            step, is_cached = compile_with_cuda_graphs(function, model, inputs), False
+            step, is_cached = compile_for_cuda(function, model, inputs, uses_graphs=not separate_kernels), False
         else:
-            step, is_cached = compile_ahead_of_time(function, model, inputs)
+            step, is_cached = compile_ahead_of_time(function, model, inputs, separate_kernels)
     return CompiledStep(step, time.perf_counter() - start, is_cached)
 
 
@@ -98,9 +104,10 @@ def compiler_failures_named() -> Iterator[None]:
         raise CompilationError(str(error).strip().splitlines()[0]) from error
 
 
-def compile_with_cuda_graphs(function: Step, model: Transformer, inputs: dict[str, Tensor]) -> Step:
+def compile_for_cuda(function: Step, model: Transformer, inputs: dict[str, Tensor], *, uses_graphs: bool) -> Step:
     """Compile for CUDA by running the step once on `inputs`; every length of `kv_pos` becomes a graph of its own."""
-    compiled: Any = torch.compile(function, fullgraph=True, mode="max-autotune")
+    mode = "max-autotune" if uses_graphs else "max-autotune-no-cudagraphs"
+    compiled: Any = torch.compile(function, fullgraph=True, mode=mode)
 
     def step(model: Transformer, tokens: Tensor, input_pos: Tensor, kv_pos: Tensor, *rest: Tensor) -> Tensor:
         torch._dynamo.mark_dynamic(kv_pos, 0)
@@ -113,16 +120,18 @@ def compile_with_cuda_graphs(function: Step, model: Transformer, inputs: dict[st
     return step
 
 
-def compile_ahead_of_time(function: Step, model: Transformer, inputs: dict[str, Tensor]) -> tuple[Step, bool]:
+def compile_ahead_of_time(
+    function: Step, model: Transformer, inputs: dict[str, Tensor], separate_kernels: bool
+) -> tuple[Step, bool]:
     """The step, and whether an earlier process had compiled it."""
-    path = get_cache_dir() / "steps" / f"{compute_key(function, model, inputs)}.bin"
+    path = get_cache_dir() / "steps" / f"{compute_key(function, model, inputs, separate_kernels)}.bin"
     step = load_step(path, model, inputs)
     is_cached = step is not None and not uses_temporary_kernel_cache()
     if step is None:
         keeps = is_writable(path.parent)
         outlook = "later starts load it" if keeps else f"{path.parent} cannot be written, so the next start must too"
         logger.info("compiling %s for %d tokens; %s", function.__name__, inputs["tokens"].shape[1], outlook)
-        step = build_step(function, model, inputs)
+        step = build_step(function, model, inputs, separate_kernels)
         if keeps:
             save_step(step, path)
     # The check of its arguments took 0.3 ms of every call, and the runner owns them all.
@@ -130,10 +139,11 @@ def compile_ahead_of_time(function: Step, model: Transformer, inputs: dict[str, 
     return step, is_cached
 
 
-def build_step(function: Step, model: Transformer, inputs: dict[str, Tensor]) -> Any:
+def build_step(function: Step, model: Transformer, inputs: dict[str, Tensor], separate_kernels: bool) -> Any:
     """Trace and compile; see `compile_step`."""
     import torch._dynamo
     import torch._inductor
+    from torch._inductor.codegen.cpp import CppScheduling
 
     inputs = inputs | {"kv_pos": inputs["kv_pos"].clone()}
     torch._dynamo.mark_dynamic(inputs["kv_pos"], 0)
@@ -146,7 +156,15 @@ def build_step(function: Step, model: Transformer, inputs: dict[str, Tensor]) ->
         # torch 2.11 compiles ahead of time only where that is switched on.
         "enable_aot_compile": True,
     }
-    with torch._dynamo.config.patch(settings), buffers_of_any_length(model):
+    # A kernel is closed as soon as it has more arguments than this.
+    most_arguments = 0 if separate_kernels else CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM
+    if separate_kernels:
+        options["fx_graph_cache"] = False  # its keys know nothing of the line above
+    with (
+        patch.object(CppScheduling, "MAX_FUSED_KERNEL_ARGS_NUM", most_arguments),
+        torch._dynamo.config.patch(settings),
+        buffers_of_any_length(model),
+    ):
         compiled: Any = torch.compile(function, fullgraph=True, options=options)
         return compiled.aot_compile(((model, *inputs.values()), {}))
 
@@ -223,12 +241,13 @@ def uses_temporary_kernel_cache() -> bool:
     return has_temporary_dir and Path(os.environ[INDUCTOR_CACHE_VARIABLE]).is_relative_to(get_temporary_dir())
 
 
-def compute_key(function: Step, model: Transformer, inputs: dict[str, Tensor]) -> str:
+def compute_key(function: Step, model: Transformer, inputs: dict[str, Tensor], separate_kernels: bool) -> str:
     """A name for all that the compiled code depends on, as 32 hexadecimal digits."""
     tensors = {name: (value.dtype, value.shape) for name, value in inputs.items() if name != "kv_pos"}
     parameters = {name: (value.dtype, value.shape, value.stride()) for name, value in model.named_parameters()}
     parts = [
         function.__name__,
+        repr(separate_kernels),
         repr(model.config),
         repr(tensors),
         repr(parameters),
@@ -241,6 +260,21 @@ def compute_key(function: Step, model: Transformer, inputs: dict[str, Tensor]) -
         inspect.getsource(sys.modules[__name__]),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def count_traced_graphs() -> int:
+    """How many graphs torch.compile has traced in this process; a step loaded from the cache is not traced."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def has_recorded_cuda_graphs() -> bool:
+    """Whether CUDA graphs were recorded in this process and none was skipped, by torch.compile's own counters."""
+    from torch._dynamo.utils import counters
+
+    seen = counters["inductor"]
+    return "cudagraph_recorded_non_static_inputs" in seen and seen["cudagraph_skips"] == 0
 
 
 def describe_cpu() -> str:

@@ -24,3 +24,9 @@ def decode_one_token(model: Transformer, tokens: Tensor, input_pos: Tensor, kv_p
     """Extend every row by one token (B, 1) at `input_pos` (1,); (B, V) float32 logits of the next."""
     logits: Tensor = model(tokens, input_pos, kv_pos)
     return logits[:, -1]
+
+
+def verify(model: Transformer, tokens: Tensor, input_pos: Tensor, kv_pos: Tensor) -> Tensor:
+    """Read a chunk of tokens (1 or B, S) as `prefill` does; (1 or B, S, V) float32 logits after every one of them."""
+    logits: Tensor = model(tokens, input_pos, kv_pos)
+    return logits

@@ -83,6 +83,7 @@ class Stream:
         stop: str | Sequence[str] = (),
         sample_ids: Sequence[int] = (0,),
         reuse_cache: bool = False,
+        ignore_eos: bool = False,
     ) -> None:
         self._session = session
         self._sampling = session.defaults.sampling if sampling is None else sampling
@@ -96,7 +97,8 @@ class Stream:
                 f"{session.runner.batch_size}; load it with that batch size"
             )
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        self._transcripts = [Transcript(session.tokenizer, session.eos_ids, stops) for _ in self._sample_ids]
+        eos_ids: frozenset[int] = frozenset() if ignore_eos else session.eos_ids
+        self._transcripts = [Transcript(session.tokenizer, eos_ids, stops) for _ in self._sample_ids]
         if reuse_cache and len(self._sample_ids) > 1:
             raise UserError("several samples at once cannot go on from each other's cache; reuse it with batch size 1")
         session.runner.reserve(len(self.prompt_ids) + self._max_new_tokens)
@@ -109,10 +111,13 @@ class Stream:
 
     def __iter__(self) -> Iterator[str]:
         """The pieces of the first row's text, none of them empty or ending within a character."""
+        return (piece for piece in self.iterate_steps() if piece)
+
+    def iterate_steps(self) -> Iterator[str]:
+        """What each step in turn, prefill first, adds to the first row's text, which may be nothing."""
         first = self._transcripts[0]
         for _ in self._steps:
-            if text := first.take_text():
-                yield text
+            yield first.take_text()
 
     def results(self) -> list[GenerationResult]:
         """What was generated so far, one result per row; `interrupted` if it could have gone on."""
@@ -220,6 +225,7 @@ def stream(
     sampling: SamplingConfig | None = None,
     stop: str | Sequence[str] = (),
     reuse_cache: bool = False,
+    ignore_eos: bool = False,
 ) -> Stream:
     """Generate a text piece by piece.
 
@@ -230,11 +236,20 @@ def stream(
         sampling: how tokens are chosen; None for what the checkpoint asks for, else greedy.
         stop: one or several strings that end the text where they first occur.
         reuse_cache: do not compute what the prompt shares with the text before it in this session.
+        ignore_eos: go on after an end-of-sequence token, as a measurement wants it.
 
     Raises:
         PromptError: the prompt is empty, does not fit the context, or needs a tokenizer or template that is missing.
     """
-    return Stream(session, prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, reuse_cache=reuse_cache)
+    return Stream(
+        session,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop=stop,
+        reuse_cache=reuse_cache,
+        ignore_eos=ignore_eos,
+    )
 
 
 def generate(
@@ -245,6 +260,7 @@ def generate(
     sampling: SamplingConfig | None = None,
     stop: str | Sequence[str] = (),
     num_samples: int = 1,
+    ignore_eos: bool = False,
 ) -> list[GenerationResult]:
     """Generate `num_samples` texts, as many at once as the session's batch size; see `stream` for the rest.
 
@@ -263,6 +279,7 @@ def generate(
             sampling=sampling,
             stop=stop,
             sample_ids=range(first, first + size),
+            ignore_eos=ignore_eos,
         )
         for _ in batch:
             pass

@@ -1,9 +1,11 @@
-"""How much memory is free, on this machine or its GPU."""
+"""How much memory is free, on this machine or its GPU, and how much this process holds."""
 
 from __future__ import annotations
 
 import os
 import re
+import resource
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,27 @@ def get_available_memory(device: torch.device) -> int | None:
         free, _ = torch.cuda.mem_get_info(device)
         return free
     return get_available_host_memory()
+
+
+def get_peak_memory(device: torch.device) -> int:
+    """The most bytes held so far: of the GPU on CUDA, else resident."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    return get_peak_resident_memory()
+
+
+def get_peak_resident_memory() -> int:
+    """The most bytes that were resident in this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def get_resident_memory(root: Path = Path("/")) -> int | None:
+    """Bytes resident in this process now; None where the system does not tell. Reads /proc below `root`."""
+    found = re.search(r"^VmRSS:\s+(\d+) kB$", _read_text(root / "proc/self/status"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
 
 
 def get_available_host_memory(root: Path = Path("/")) -> int | None:

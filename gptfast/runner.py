@@ -5,15 +5,16 @@ Shapes: B batch, S tokens in a call, N cache slots attended, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gptfast.compilation import CompilationError, Step, compile_step
-from gptfast.decode import decode_one_token, prefill
+from gptfast.decode import decode_one_token, prefill, verify
 from gptfast.errors import PromptError
 from gptfast.memory import get_available_memory
 from gptfast.model import Transformer
@@ -53,7 +54,8 @@ class Runner:
         self.is_compiled = self.compiling_was_asked = compile
         self.context = model.config.max_seq_len
         self.device = model.tok_embeddings.weight.device
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[tuple[Step, int], Step] = {}
+        self._separate_step: Step | None = None
         self._capacity = 0
         self._input_pos = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.reserve(min(INITIAL_CAPACITY[self.device.type], self.context))
@@ -96,10 +98,11 @@ class Runner:
             )
 
     def warm_up(self, prompt_tokens: int | None = None) -> None:
-        """Compile the steps that a prompt of that length needs, or any prompt if None."""
-        sizes = set(PREFILL_CHUNKS if prompt_tokens is None else plan_chunks(prompt_tokens)) | {1}
-        for size in sorted(sizes, reverse=True):
-            self._get_step(size)
+        """Compile the steps that generating from a prompt of that length needs, or from any prompt if None."""
+        sizes = PREFILL_CHUNKS if prompt_tokens is None else plan_chunks(prompt_tokens)
+        for size in sorted(set(sizes), reverse=True):
+            self._get_step(prefill, size)
+        self._get_step(decode_one_token, 1)
 
     @torch.no_grad()
     def prefill(self, tokens: Sequence[int], start: int = 0) -> Tensor:
@@ -107,19 +110,19 @@ class Runner:
 
         With B > 1 all rows read the same tokens; they are computed once.
         """
-        assert len(tokens) > 0
-        self.reserve(start + len(tokens))
-        remaining = torch.tensor(tokens, dtype=torch.int64)
-        for size in plan_chunks(len(tokens)):
-            chunk, remaining = remaining[:size], remaining[size:]
-            padded = torch.zeros(1, size, dtype=torch.int64)
-            padded[0, : len(chunk)] = chunk
-            last = torch.tensor([len(chunk) - 1], device=self.device)
-            input_pos = self._positions[start : start + size].clone()
-            kv_pos = self._get_kv_pos(start + len(chunk))
-            logits = self._get_step(size)(self.model, padded.to(self.device), input_pos, kv_pos, last)
-            start += len(chunk)
+        for count, chunk, input_pos, kv_pos in self._split(tokens, start):
+            last = torch.tensor([count - 1], device=self.device)
+            logits = self._get_step(prefill, chunk.shape[1])(self.model, chunk, input_pos, kv_pos, last)
         return logits.expand(self.batch_size, -1)
+
+    @torch.no_grad()
+    def verify(self, tokens: Sequence[int], start: int = 0) -> Tensor:
+        """Read tokens into the cache as `prefill` does; (S, V) float32 logits after every one of them."""
+        logits = [
+            self._get_step(verify, chunk.shape[1])(self.model, chunk, input_pos, kv_pos)[0, :count]
+            for count, chunk, input_pos, kv_pos in self._split(tokens, start)
+        ]
+        return torch.cat(logits)
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, position: int) -> Tensor:
@@ -127,7 +130,38 @@ class Runner:
         self.reserve(position + 1)
         self._input_pos.fill_(position)
         kv_pos = self._get_kv_pos(position + 1)
-        return self._get_step(1)(self.model, tokens[:, None].contiguous(), self._input_pos, kv_pos)
+        return self._get_step(decode_one_token, 1)(self.model, tokens[:, None].contiguous(), self._input_pos, kv_pos)
+
+    @contextlib.contextmanager
+    def separate_kernels(self) -> Iterator[None]:
+        """Within, `decode` executes a slower step whose kernels can be timed one by one; see `compile_step`."""
+        key = (decode_one_token, 1)
+        usual = self._get_step(*key)
+        if self.is_compiled:
+            self._steps[key] = self._separate_step = self._separate_step or self._make_separate_step()
+        try:
+            yield
+        finally:
+            self._steps[key] = usual
+
+    @torch.no_grad()
+    def _make_separate_step(self) -> Step:
+        inputs = self._make_inputs(decode_one_token, 1)
+        return compile_step(decode_one_token, self.model, inputs, separate_kernels=True).call
+
+    def _split(self, tokens: Sequence[int], start: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Each chunk's count of tokens, the tokens (1, size) padded at the end, their positions and slots to attend."""
+        assert len(tokens) > 0
+        self.reserve(start + len(tokens))
+        remaining = torch.tensor(tokens, dtype=torch.int64)
+        for size in plan_chunks(len(tokens)):
+            chunk, remaining = remaining[:size], remaining[size:]
+            count = len(chunk)
+            padded = torch.zeros(1, size, dtype=torch.int64)
+            padded[0, :count] = chunk
+            input_pos = self._positions[start : start + size].clone()
+            yield count, padded.to(self.device), input_pos, self._get_kv_pos(start + count)
+            start += count
 
     def _get_kv_pos(self, length: int) -> Tensor:
         """The slots to attend over when `length` of them are filled: those and a few empty ones."""
@@ -135,18 +169,17 @@ class Runner:
             return self._positions[: max(SMALLEST_KV_GRAPH, 1 << (length - 1).bit_length())]
         return self._positions[: round_up(length, KV_ALIGNMENT)]
 
-    def _get_step(self, size: int) -> Step:
-        if size not in self._steps:
-            self._steps[size] = self._make_step(size)
-        return self._steps[size]
+    def _get_step(self, function: Step, size: int) -> Step:
+        if (function, size) not in self._steps:
+            self._steps[function, size] = self._make_step(function, size)
+        return self._steps[function, size]
 
     @torch.no_grad()  # a compiled step holds only in the grad mode that it was compiled in
-    def _make_step(self, size: int) -> Step:
-        function: Step = decode_one_token if size == 1 else prefill
+    def _make_step(self, function: Step, size: int) -> Step:
         if not self.is_compiled:
             return function
         try:
-            step = compile_step(function, self.model, self._make_inputs(size))
+            step = compile_step(function, self.model, self._make_inputs(function, size))
         except CompilationError as error:
             logger.warning("nothing can be compiled here, so steps run eagerly, which is slower: %s", error)
             self.is_compiled = False
@@ -157,15 +190,15 @@ class Runner:
         self.compile_statistics.compiled += not step.is_cached
         return step.call
 
-    def _make_inputs(self, size: int) -> dict[str, Tensor]:
+    def _make_inputs(self, function: Step, size: int) -> dict[str, Tensor]:
         """Inputs of a step like those of every later call; what it writes lands in the slots kept for padding."""
-        rows = self.batch_size if size == 1 else 1
+        rows = self.batch_size if function is decode_one_token else 1
         inputs = {
             "tokens": torch.zeros(rows, size, dtype=torch.int64, device=self.device),
             "input_pos": self._positions[-size:].clone(),
             "kv_pos": self._get_kv_pos(size),
         }
-        return inputs if size == 1 else inputs | {"last": torch.tensor([size - 1], device=self.device)}
+        return inputs | {"last": torch.tensor([size - 1], device=self.device)} if function is prefill else inputs
 
 
 def plan_chunks(length: int) -> list[int]:

@@ -202,9 +202,9 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.usefixtures("modes_hold")
 def test_a_step_that_cannot_be_read_is_compiled_again(runner: Runner, builds: list[str], cache: Path) -> None:
-    compile_step(decode_one_token, runner.model, runner._make_inputs(1))
+    compile_step(decode_one_token, runner.model, runner._make_inputs(decode_one_token, 1))
     forbid(cache, "steps/*.bin")
-    assert not compile_step(decode_one_token, runner.model, runner._make_inputs(1)).is_cached
+    assert not compile_step(decode_one_token, runner.model, runner._make_inputs(decode_one_token, 1)).is_cached
     assert builds == ["decode_one_token"] * 2
     assert all(file.read_bytes() for file in cache.glob("steps/*"))
 
@@ -234,7 +234,7 @@ def test_what_is_kept_has_ordinary_permissions(
     try:
         open_checkpoint(gguf_path)
         choose_dtype(None, CPU)
-        compile_step(decode_one_token, runner.model, runner._make_inputs(1))
+        compile_step(decode_one_token, runner.model, runner._make_inputs(decode_one_token, 1))
     finally:
         os.umask(before)
     assert builds

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 from gptfast.cache import CACHE_VARIABLE
-from gptfast.compilation import INDUCTOR_CACHE_VARIABLE, compute_key, describe_cpu, use_persistent_kernel_cache
+from gptfast.compilation import INDUCTOR_CACHE_VARIABLE, Step, compute_key, describe_cpu, use_persistent_kernel_cache
 from gptfast.decode import decode_one_token, prefill
 from gptfast.runner import Runner
 from gptfast.session import Session
@@ -76,7 +76,8 @@ def list_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def make_key(runner: Runner, size: int = 1) -> str:
-    return compute_key(decode_one_token if size == 1 else prefill, runner.model, runner._make_inputs(size))
+    function = decode_one_token if size == 1 else prefill
+    return compute_key(function, runner.model, runner._make_inputs(function, size), separate_kernels=False)
 
 
 # The key
@@ -149,7 +150,11 @@ def own_cache(cache: Path, compiled: Session, tmp_path: Path, monkeypatch: pytes
     shutil.copytree(cache / "steps", tmp_path / "cache" / "steps")
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     made_before = dict(compiled.runner._steps)
-    monkeypatch.setattr("gptfast.compilation.build_step", lambda _f, _m, inputs: made_before[inputs["tokens"].shape[1]])
+
+    def build(function: Step, _model: object, inputs: dict[str, Tensor], _separate_kernels: bool) -> Step:
+        return made_before[function, inputs["tokens"].shape[1]]
+
+    monkeypatch.setattr("gptfast.compilation.build_step", build)
     return tmp_path / "cache"
 
 

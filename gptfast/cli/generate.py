@@ -42,6 +42,7 @@ class Options:
     interactive: bool
     max_new_tokens: int | None
     stop: tuple[str, ...]
+    ignore_eos: bool
     num_samples: int
     batch_size: int
     temperature: float | None
@@ -90,6 +91,7 @@ class Options:
 @click.option("--interactive", is_flag=True, help="Chat over several turns; Ctrl-D ends it.")
 @click.option("--max-new-tokens", type=int, help="At most so many tokens [default: 256].")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the text where this occurs; may be repeated.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token, to measure speed.")
 @click.option("--num-samples", type=int, default=1, show_default=True, help="Generate so many texts.")
 @click.option("--batch-size", type=int, default=1, show_default=True, help="Decode so many of them at once.")
 @click.option("--temperature", type=float, help="0 is greedy [default: what the checkpoint asks for, else 0].")
@@ -147,6 +149,8 @@ def check_options(options: Options) -> None:
         raise UserError("--interactive asks for its prompts; leave out --prompt and --prompt-file")
     if options.interactive and (options.num_samples != 1 or options.batch_size != 1 or options.as_json):
         raise UserError("--interactive is one conversation; leave out --num-samples, --batch-size and --json")
+    if options.interactive and options.ignore_eos:
+        raise UserError("a turn of --interactive ends with an end-of-sequence token; leave out --ignore-eos")
     if options.preset is not None and (options.chats or options.interactive or options.stop):
         raise UserError(
             f"random weights for {options.preset} have no tokenizer; "
@@ -180,6 +184,7 @@ def print_samples(session: Session, sampling: SamplingConfig, options: Options) 
             sampling=sampling,
             stop=options.stop,
             sample_ids=range(first, first + size),
+            ignore_eos=options.ignore_eos,
         )
         is_interrupted = print_stream(batch)
         kept = batch.results()[: options.num_samples - first]

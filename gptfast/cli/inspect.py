@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gptfast.cli.tables import format_table
+
 if TYPE_CHECKING:
     from gptfast.config import ModelConfig, RopeScaling
     from gptfast.inspection import Component, MemoryEstimate, ParameterAccount
@@ -102,7 +104,7 @@ def _format_parameters(config: ModelConfig, account: ParameterAccount) -> str:
     rows.append(_format_sum(account, "  block", ""))
     rows += [_format_component(account, part) for part in outside[1:]]
     rows.append(("total", "", "", f"{account.total:,}"))
-    return _format_table(rows, left_columns=(0, 1))
+    return format_table(rows, left_columns=(0, 1))
 
 
 def _format_component(account: ParameterAccount, component: Component) -> Sequence[str]:
@@ -130,7 +132,7 @@ def _format_estimates(estimates: Sequence[MemoryEstimate], available_bytes: int)
                 _describe_context(estimate, available_bytes),
             )
         )
-    return _format_table(rows, left_columns=(0, 4))
+    return format_table(rows, left_columns=(0, 4))
 
 
 def _describe_context(estimate: MemoryEstimate, available_bytes: int) -> str:
@@ -152,19 +154,6 @@ def _describe_what_is_counted() -> str:
             lines.append(f"{precision.name}: {precision.bits} bits per weight and {extra}.")
     lines.append("Quantized are the blocks' projections and an untied output; embeddings, norms and biases are")
     lines.append("bfloat16 then. The KV cache is bfloat16, with float32 weights float32. GB = 1e9, GiB = 2**30 bytes.")
-    return "\n".join(lines)
-
-
-def _format_table(rows: Sequence[Sequence[str]], left_columns: Sequence[int]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i in left_columns else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
 
 

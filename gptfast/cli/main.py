@@ -14,7 +14,7 @@ import click
 import gptfast
 from gptfast.errors import UserError
 
-COMMANDS = ("generate", "inspect", "download")
+COMMANDS = ("generate", "bench", "inspect", "download")
 USAGE_ERROR = 2
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from gptfast.memory import get_peak_memory
 
 if TYPE_CHECKING:
     from gptfast.generation import GenerationResult
@@ -72,6 +72,7 @@ class RunReport:
             "prompt_tokens": first.prompt_tokens,
             "new_tokens": first.new_tokens,
             "finish_reason": first.finish_reason,
+            "import_s": self.import_s,
             "load_s": self.session.load_s,
             "compile_s": self.session.runner.compile_statistics.seconds,
             "ttft_s": first.ttft_s,
@@ -79,7 +80,7 @@ class RunReport:
             "decode_tokens_per_s": self.decode_tokens_per_s,
             "weight_bytes_per_token": self.session.weight_bytes_per_token,
             "bandwidth_gb_per_s": self.bandwidth_gb_per_s,
-            "peak_memory_bytes": get_peak_memory_bytes(self.device),
+            "peak_memory_bytes": get_peak_memory(self.session.runner.device),
             "device": self.device,
             "dtype": self.dtype,
             "threads": torch.get_num_threads(),
@@ -115,7 +116,7 @@ class RunReport:
             ]
         if len(self.results) > 1:
             rows.append(("texts", f"{len(self.results)}, {self.session.runner.batch_size} at once"))
-        rows.append(("memory", f"{get_peak_memory_bytes(self.device) / 1e9:.2f} GB peak"))
+        rows.append(("memory", f"{get_peak_memory(self.session.runner.device) / 1e9:.2f} GB peak"))
         return "\n".join(f"{name:8} {value}" for name, value in rows)
 
     def _describe_compile(self) -> str:
@@ -125,11 +126,3 @@ class RunReport:
             return "not compiled" if runner.compiling_was_asked else "not compiled (--compile is faster)"
         kind = "cold" if statistics.compiled else "cached"
         return f"compile {statistics.seconds:.2f} s ({kind})"
-
-
-def get_peak_memory_bytes(device: str) -> int:
-    """The most memory held so far: of the GPU on CUDA, else the process's resident set."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -36,6 +36,7 @@ JSON_FIELDS = {
     "prompt_tokens",
     "new_tokens",
     "finish_reason",
+    "import_s",
     "load_s",
     "compile_s",
     "ttft_s",

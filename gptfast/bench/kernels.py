@@ -1,0 +1,160 @@
+"""Time the kernels of a decode step one by one, and tell by their arguments which part of the model each belongs to.
+
+Three kinds of call reach the machine: functions that Inductor generated, which stand as globals in modules that it
+generated too; operators that such a module calls through torch; and, in an eager step, every operator. Each is
+wrapped for as long as the timer is active. torch's profiler is no substitute: it does not see Inductor's C++
+functions, cannot tell whose weights a kernel reads, and adds microseconds to every call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gptfast.model import Transformer
+
+GENERATED_KERNEL_PREFIXES = ("cpp_fused", "triton_")
+ATTENTION = "attention"
+POINTWISE = "norms, rope, residuals"
+
+Stamp = Any
+"""A moment: seconds on a CPU, a recorded event on CUDA."""
+
+
+@dataclass(frozen=True)
+class TimedCall:
+    """One kernel of a step: the part of the model that it belongs to, and how long it ran."""
+
+    part: str
+    seconds: float
+
+
+class KernelTimer:
+    """Times what a step of this model calls, within `active`; `take_calls` hands out what came since the last time."""
+
+    def __init__(self, model: Transformer, *, is_compiled: bool) -> None:
+        self._is_compiled = is_compiled
+        self._device = model.tok_embeddings.weight.device
+        self._owners = map_weights_to_parts(model)
+        self._spans: list[tuple[Stamp, Stamp]] = []
+        # Every step makes the same calls, so a call's part is found once and then known by its place.
+        self._parts: list[str] = []
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Within, every kernel is timed."""
+        with contextlib.ExitStack() as stack:
+            if self._is_compiled:
+                self._wrap_generated_kernels(stack)
+                stack.enter_context(patch.object(OpOverload, "__call__", self._wrap_operator(OpOverload.__call__)))
+            else:
+                stack.enter_context(_OperatorTimer(self._time))
+            yield
+
+    def take_calls(self) -> list[TimedCall]:
+        """The calls of one step, in their order; none if they were not those of the step before, as after the first."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            seconds = [start.elapsed_time(end) / 1e3 for start, end in self._spans]
+        else:
+            seconds = [end - start for start, end in self._spans]
+        self._spans = []
+        if len(seconds) != len(self._parts):
+            self._parts = []
+            return []
+        return [TimedCall(part, span) for part, span in zip(self._parts, seconds, strict=True)]
+
+    def _wrap_generated_kernels(self, stack: contextlib.ExitStack) -> None:
+        from torch._inductor.codecache import PyCodeCache
+
+        for module in PyCodeCache.modules:
+            for name, kernel in list(vars(module).items()):
+                if name.startswith(GENERATED_KERNEL_PREFIXES):
+                    # A C++ kernel is called as it is, a Triton kernel through its method `run`.
+                    owner, attribute = (kernel, "run") if hasattr(kernel, "run") else (module, name)
+                    wrapped = self._wrap(name, getattr(owner, attribute))
+                    stack.enter_context(patch.object(owner, attribute, wrapped))
+            if hasattr(module, "extern_kernels"):
+                self._wrap_library_products(stack, module.extern_kernels)
+
+    def _wrap_library_products(self, stack: contextlib.ExitStack, kernels: Any) -> None:
+        for name in ("mm", "addmm", "bmm", "baddbmm"):
+            kernel = getattr(kernels, name)
+            if not hasattr(kernel, "is_timed"):  # all modules share them
+                stack.enter_context(patch.object(kernels, name, self._wrap(name, kernel)))
+
+    def _wrap(self, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._time(name, kernel, *args, **kwargs)
+
+        call.is_timed = True  # type: ignore[attr-defined]
+        return call
+
+    def _wrap_operator(self, call_operator: Callable[..., Any]) -> Callable[..., Any]:
+        def call(operator: OpOverload[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            return self._time(str(operator), call_operator, operator, *args, **kwargs)
+
+        return call
+
+    def _time(self, name: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        start = self._stamp()
+        result = kernel(*args, **kwargs)
+        self._spans.append((start, self._stamp()))
+        if len(self._spans) > len(self._parts):
+            self._parts.append(self._find_part(name, args))
+        return result
+
+    def _stamp(self) -> Stamp:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            return event
+        return time.perf_counter()
+
+    def _find_part(self, name: str, args: Sequence[Any]) -> str:
+        if "scaled_dot_product" in name:
+            return ATTENTION
+        storages = [arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)]
+        parts = dict.fromkeys(self._owners[storage] for storage in storages if storage in self._owners)
+        return " + ".join(parts) or POINTWISE
+
+
+class _OperatorTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has every operator timed that does more than look at a tensor in another shape."""
+
+    def __init__(self, time_call: Callable[..., Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._time_call = time_call
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator.is_view:
+            return operator(*args, **(kwargs or {}))
+        return self._time_call(str(operator), operator, *args, **(kwargs or {}))
+
+
+def map_weights_to_parts(model: Transformer) -> dict[int, str]:
+    """The addresses of the weights that products read, each with its part."""
+    return {weight.untyped_storage().data_ptr(): part for part, weight in list_products(model)}
+
+
+def list_products(model: Transformer) -> list[tuple[str, Tensor]]:
+    """Every matrix that a step multiplies with, beside the kind of its layer: `feed_forward.w2`, or `output`.
+
+    A tied embedding is the output layer; the row that is looked up in it takes no time to speak of.
+    """
+    head = "tok_embeddings" if model.output is None else "output"
+    products: list[tuple[str, Tensor]] = [("output", model.get_parameter(f"{head}.weight"))]
+    for name, parameter in model.layers.named_parameters():
+        if parameter.dim() == 2:
+            _, _, path = name.partition(".")
+            products.append((path.removesuffix(".weight"), parameter))
+    return products

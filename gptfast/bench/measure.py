@@ -1,0 +1,141 @@
+"""`run_benchmark`: every phase on its own, the runs in turn, the ceiling before and after."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from gptfast.bench.bandwidth import Probe, probe_bandwidth
+from gptfast.bench.breakdown import STEPS_NEEDED, measure_breakdown
+from gptfast.bench.measurements import DecodeRuns, PrefillRuns, fill_caches
+from gptfast.bench.phases import Clock, PhaseTimer
+from gptfast.bench.results import BenchmarkResult, Breakdown, Settings
+from gptfast.bench.summary import Measurements, summarize
+from gptfast.compilation import count_traced_graphs
+from gptfast.config import SamplingConfig
+from gptfast.errors import PromptError, UserError
+from gptfast.generation import make_synthetic_prompt
+from gptfast.runner import Runner
+from gptfast.session import Session
+
+FEWEST_REPEATS = 3
+
+Say = Callable[[str], None]
+"""Is told what is measured next, in a line."""
+
+
+def run_benchmark(
+    session: Session, settings: Settings, phases: PhaseTimer, *, breaks_down: bool, say: Say
+) -> BenchmarkResult:
+    """Measure a session that was just loaded, and leave its cache without any text.
+
+    Args:
+        session: compiled or eager, of the batch size in `settings`.
+        settings: what to measure; see `check_settings`.
+        phases: begun by the caller, who counted importing and loading.
+        breaks_down: whether to take a step at the first depth apart, too.
+        say: is told of the progress.
+
+    Raises:
+        PromptError: a prompt or a depth does not fit the context, or the memory.
+    """
+    runner, clock = session.runner, make_clock(session.runner.device)
+    sampling = settings.sampling
+    longest = count_slots(settings, runner.context, breaks_down)
+    runner.reserve(longest)
+    say("compiling the steps, or loading them")
+    with phases.measure("compile"):
+        runner.warm_up()
+    with phases.measure("warm_up"):
+        fill_caches(session, longest)
+    before = measure_ceiling(runner, clock, phases, say)
+
+    text = make_synthetic_prompt(session, longest)
+    prefill = [PrefillRuns(text[:length]) for length in settings.prompt_lengths]
+    decode = [DecodeRuns(depth, settings.new_tokens, text) for depth in settings.depths]
+    all_runs: list[PrefillRuns | DecodeRuns] = [*prefill, *decode]
+    say("warming up")
+    with phases.measure("warm_up"):
+        for runs in all_runs:
+            runs.warm_up(session, sampling, clock)
+    compilations = count_compilations(runner)
+    for number in range(settings.repeats):
+        say(f"run {number + 1} of {settings.repeats}")
+        # In turn, so that a machine whose speed drifts slows all of them down alike.
+        for runs in all_runs:
+            runs.run(session, sampling, clock, phases)
+    recompiles = count_compilations(runner) - compilations
+    after = measure_ceiling(runner, clock, phases, say)
+
+    breakdown = take_step_apart(runner, settings.depths[0], sampling, clock, phases, say) if breaks_down else None
+    session.cached_ids = []
+    measurements = Measurements(before, after, prefill, decode, breakdown, recompiles)
+    return summarize(session, settings, measurements, phases)
+
+
+def measure_ceiling(runner: Runner, clock: Clock, phases: PhaseTimer, say: Say) -> Probe:
+    """Probe the memory of the runner's device."""
+    say("measuring the read bandwidth")
+    with phases.measure("probe"):
+        return probe_bandwidth(runner.device, clock)
+
+
+def take_step_apart(
+    runner: Runner, depth: int, sampling: SamplingConfig, clock: Clock, phases: PhaseTimer, say: Say
+) -> Breakdown:
+    """Measure where the time of a step goes."""
+    say("taking a step apart")
+    with phases.measure("breakdown"):
+        return measure_breakdown(runner, depth, sampling, clock)
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise UserError for what no model could be measured with."""
+    _ = settings.sampling
+    if settings.repeats < FEWEST_REPEATS:
+        raise UserError(
+            f"repeats is {settings.repeats}; at least {FEWEST_REPEATS} are needed to tell the spread of a figure"
+        )
+    if settings.new_tokens < 1:
+        raise UserError(f"new-tokens is {settings.new_tokens}; it must be at least 1")
+    if any(length < 1 for length in settings.prompt_lengths):
+        raise UserError(f"a prompt of {min(settings.prompt_lengths)} tokens cannot be read; give lengths from 1 on")
+    if any(depth < 0 for depth in settings.depths):
+        raise UserError(f"depth {min(settings.depths)} is not possible; give the number of tokens in the cache")
+
+
+def count_slots(settings: Settings, context: int, breaks_down: bool) -> int:
+    """How many tokens the cache must hold; raises PromptError if that is more than the context."""
+    after_depth = max(settings.new_tokens + 1, STEPS_NEEDED if breaks_down else 0)
+    deepest = max(settings.depths)
+    if deepest + after_depth > context:
+        raise PromptError(
+            f"{after_depth} tokens after a depth of {deepest} do not fit the model's context of {context}; "
+            "use smaller --depths or fewer --new-tokens"
+        )
+    if max(settings.prompt_lengths) >= context:
+        raise PromptError(
+            f"a prompt of {max(settings.prompt_lengths)} tokens and one more do not fit the model's context of "
+            f"{context}; use shorter --prompt-lengths"
+        )
+    return max(deepest + after_depth, max(settings.prompt_lengths) + 1)
+
+
+def make_clock(device: torch.device) -> Clock:
+    """A clock that tells when the work given to the device so far is done."""
+    if device.type == "cpu":
+        return time.perf_counter
+
+    def read_clock() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return read_clock
+
+
+def count_compilations(runner: Runner) -> int:
+    """How many steps were compiled or loaded and graphs traced so far; it must not grow while measuring."""
+    statistics = runner.compile_statistics
+    return statistics.compiled + statistics.loaded + count_traced_graphs()

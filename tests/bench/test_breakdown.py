@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch._ops import OpOverload
+
+from gptfast.bench.breakdown import HOST, SAMPLING, UNACCOUNTED, measure_breakdown
+from gptfast.bench.kernels import ATTENTION, POINTWISE, KernelTimer, list_products
+from gptfast.config import SamplingConfig
+from gptfast.runner import Runner
+from gptfast.session import Session
+
+PRODUCTS = {"attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2", "output"}
+DEPTH = 100
+
+
+def test_every_part_of_a_step_has_its_time(session: Session) -> None:
+    """Eager and compiled: each product, attention, what lies between them, sampling and the host."""
+    breakdown = measure_breakdown(session.runner, DEPTH, SamplingConfig(), time.perf_counter)
+    parts = {part.name: part for part in breakdown.parts}
+    assert set(parts) == PRODUCTS | {ATTENTION, POINTWISE, SAMPLING, HOST, UNACCOUNTED}
+    assert [part.name for part in breakdown.parts][-3:] == [SAMPLING, HOST, UNACCOUNTED]
+    assert all(parts[name].ms > 0 for name in PRODUCTS | {ATTENTION, POINTWISE, SAMPLING})
+    assert sum(part.ms for part in breakdown.parts) == pytest.approx(breakdown.step_ms)
+
+
+def test_the_bytes_of_the_parts_are_those_of_a_token(eager: Session) -> None:
+    breakdown = measure_breakdown(eager.runner, DEPTH, SamplingConfig(), time.perf_counter)
+    config = eager.runner.model.config
+    read = {part.name: part.bytes_read for part in breakdown.parts}
+    assert read["feed_forward.w13"] == config.n_layers * 2 * config.ffn_dim * config.dim * 4
+    assert read["output"] == config.vocab_size * config.dim * 4
+    assert read[ATTENTION] == pytest.approx(DEPTH * config.get_kv_bytes_per_token(4), rel=0.3)
+    norms = sum(p.nbytes for p in eager.runner.model.parameters() if p.dim() == 1)
+    rows = 0 if eager.runner.model.output is None else config.dim * 4
+    assert sum(read[name] for name in PRODUCTS) + norms + rows == eager.weight_bytes_per_token
+
+
+def test_a_step_is_as_it_was_after_it_was_taken_apart(compiled: Session) -> None:
+    tokens = torch.tensor([5])
+    before = compiled.runner.decode(tokens, DEPTH)
+    step, call_operator = dict(compiled.runner._steps), OpOverload.__call__
+    measure_breakdown(compiled.runner, DEPTH + 1, SamplingConfig(), time.perf_counter)
+    assert compiled.runner._steps == step
+    assert OpOverload.__call__ is call_operator
+    assert torch.equal(compiled.runner.decode(tokens, DEPTH), before)
+
+
+def test_separate_kernels_compute_the_same_step(compiled: Session) -> None:
+    tokens = torch.tensor([7])
+    usual = compiled.runner.decode(tokens, DEPTH)
+    with compiled.runner.separate_kernels():
+        assert torch.allclose(compiled.runner.decode(tokens, DEPTH), usual, atol=1e-5)
+
+
+def list_parts(runner: Runner) -> list[str]:
+    timer = KernelTimer(runner.model, is_compiled=runner.is_compiled)
+    with timer.active():
+        for position in (DEPTH, DEPTH + 1, DEPTH + 2):
+            runner.decode(torch.tensor([5]), position)
+            calls = timer.take_calls()
+    assert all(call.seconds > 0 for call in calls)
+    return [call.part for call in calls]
+
+
+def test_each_layer_calls_each_product_once(session: Session) -> None:
+    with session.runner.separate_kernels():
+        parts = list_parts(session.runner)
+    n_layers = session.runner.model.config.n_layers
+    assert {name: parts.count(name) for name in PRODUCTS - {"output"}} == dict.fromkeys(PRODUCTS - {"output"}, n_layers)
+    assert parts.count(ATTENTION) == n_layers
+    assert "output" in parts
+
+
+def test_loops_that_share_a_kernel_share_a_part(compiled: Session) -> None:
+    """Why a step is built again to be taken apart: as it is, one kernel may read several weights."""
+    assert any(" + " in part for part in list_parts(compiled.runner))
+
+
+def test_products_are_all_the_matrices_that_a_step_multiplies_with(eager: Session) -> None:
+    products = list_products(eager.runner.model)
+    assert {name for name, _ in products} == PRODUCTS
+    assert len(products) == 4 * eager.runner.model.config.n_layers + 1
