@@ -53,6 +53,11 @@ def get_available_host_memory(root: Path = Path("/")) -> int | None:
     free_bytes = _read_meminfo(root / "proc/meminfo")
     if free_bytes is not None:
         return min([free_bytes, *_read_cgroup_rooms(root)])
+    return get_physical_memory()
+
+
+def get_physical_memory() -> int | None:
+    """Bytes of memory in this machine, used or not; None where the system does not tell."""
     names = getattr(os, "sysconf_names", {})
     if "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

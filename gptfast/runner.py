@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ SMALLEST_KV_GRAPH = 256
 """Slots: on CUDA it reads the filled part rounded up to this or a power of two above, each a CUDA graph."""
 INITIAL_CAPACITY = {"cpu": 2048, "cuda": 8192}
 """Tokens: what the cache holds before it has to grow; growing costs a copy, and on CUDA new graphs."""
+
+CompileKind = Literal["cold", "cached", "none"]
 
 
 @dataclass
@@ -64,6 +67,13 @@ class Runner:
     def capacity(self) -> int:
         """Tokens that the cache can hold now."""
         return self._capacity
+
+    @property
+    def compile_kind(self) -> CompileKind:
+        """`none` if steps run eagerly, `cold` if this process has compiled any of them, `cached` if it loaded all."""
+        if not self.is_compiled:
+            return "none"
+        return "cold" if self.compile_statistics.compiled else "cached"
 
     @torch.no_grad()
     def reserve(self, length: int) -> None:

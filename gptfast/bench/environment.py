@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gptfast
+from gptfast.memory import get_physical_memory
 
 if TYPE_CHECKING:
     import torch
@@ -119,14 +120,6 @@ def sum_last_level_caches(cores: Sequence[int], root: Path = Path("/")) -> int |
     if last_level is None:
         return None
     return sum(size_bytes for (level, _), size_bytes in found.items() if level == last_level)
-
-
-def get_physical_memory() -> int | None:
-    """Bytes of memory in this machine, used or not; None where the system does not tell."""
-    names = getattr(os, "sysconf_names", {})
-    if "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
 
 
 def describe_checkout(package: Path) -> tuple[str | None, bool | None]:

@@ -6,11 +6,11 @@ GB is 1e9 bytes. A step extends every row of the batch by one token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from gptfast.bench.environment import Environment
 from gptfast.bench.statistics import Latency, Spread
 from gptfast.config import SamplingConfig
+from gptfast.runner import CompileKind
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class Execution:
 
     Attributes:
         compiled: whether compiled steps ran.
-        compile_kind: `cold` if any step had to be compiled, `cached` if all were loaded, `none` if they ran eagerly.
+        compile_kind: as `Runner.compile_kind`.
         cuda_graphs: whether steps were really replayed as CUDA graphs.
         recompiles: compilations seen while measuring; anything but 0 spoils the figures.
     """
 
     compiled: bool
-    compile_kind: Literal["cold", "cached", "none"]
+    compile_kind: CompileKind
     cuda_graphs: bool
     recompiles: int
 

@@ -34,6 +34,7 @@ NOTES = (
     "warm is a start in the user's cache after one that is not counted",
     "the parts of one start add up to its first token; medians of the parts need not",
 )
+UNCACHED_NOTE = "not every warm start found its compiled steps in the cache: some compiled them, or ran eagerly"
 DTYPE_NOTE = "a cold start, which measures the dtype anew, chose another one than the warm starts; --dtype settles it"
 
 Figure = TypeVar("Figure")
@@ -130,7 +131,6 @@ def measure_startup(settings: StartupSettings, on_message: OnMessage) -> Startup
     first = time_start(command, os.environ)
     cold = [time_cold_start(command) for _ in announce_each("cold", settings.cold_starts, on_message)]
     warm = [time_start(command, os.environ) for _ in announce_each("warm", settings.warm_starts, on_message)]
-    dtypes = {report["dtype"] for _, report in (first, *cold, *warm)}
     report = first[1]
     import torch
 
@@ -142,8 +142,20 @@ def measure_startup(settings: StartupSettings, on_message: OnMessage) -> Startup
         settings=settings,
         cold=summarize_starts([start for start, _ in cold]) if cold else None,
         warm=summarize_starts([start for start, _ in warm]),
-        notes=NOTES if len(dtypes) == 1 else (*NOTES, DTYPE_NOTE),
+        notes=write_notes(settings, [report for _, report in cold], [report for _, report in warm]),
     )
+
+
+def write_notes(
+    settings: StartupSettings, cold: Sequence[Mapping[str, Any]], warm: Sequence[Mapping[str, Any]]
+) -> tuple[str, ...]:
+    """What a reader of the figures must know, by the reports of the processes."""
+    notes = list(NOTES)
+    if settings.compile and any(report["compile_kind"] != "cached" for report in warm):
+        notes.append(UNCACHED_NOTE)
+    if len({report["dtype"] for report in (*cold, *warm)}) > 1:
+        notes.append(DTYPE_NOTE)
+    return tuple(notes)
 
 
 def announce_each(kind: str, count: int, on_message: OnMessage) -> Iterator[int]:

@@ -6,7 +6,6 @@ import datetime
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -138,12 +137,9 @@ def describe_model(session: Session) -> ModelFacts:
 
 def describe_execution(runner: Runner, recompiles: int) -> Execution:
     """How the steps were executed."""
-    kind: Literal["cold", "cached", "none"] = "none"
-    if runner.is_compiled:
-        kind = "cold" if runner.compile_statistics.compiled else "cached"
     return Execution(
         compiled=runner.is_compiled,
-        compile_kind=kind,
+        compile_kind=runner.compile_kind,
         cuda_graphs=runner.device.type == "cuda" and has_recorded_cuda_graphs(),
         recompiles=recompiles,
     )

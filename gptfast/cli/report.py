@@ -75,6 +75,7 @@ class RunReport:
             "import_s": self.import_s,
             "load_s": self.session.load_s,
             "compile_s": self.session.runner.compile_statistics.seconds,
+            "compile_kind": self.session.runner.compile_kind,
             "ttft_s": first.ttft_s,
             "prefill_tokens_per_s": self.prefill_tokens_per_s,
             "decode_tokens_per_s": self.decode_tokens_per_s,
@@ -120,9 +121,7 @@ class RunReport:
         return "\n".join(f"{name:8} {value}" for name, value in rows)
 
     def _describe_compile(self) -> str:
-        statistics = self.session.runner.compile_statistics
         runner = self.session.runner
         if not runner.is_compiled:
             return "not compiled" if runner.compiling_was_asked else "not compiled (--compile is faster)"
-        kind = "cold" if statistics.compiled else "cached"
-        return f"compile {statistics.seconds:.2f} s ({kind})"
+        return f"compile {runner.compile_statistics.seconds:.2f} s ({runner.compile_kind})"

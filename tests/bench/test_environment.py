@@ -16,11 +16,11 @@ from gptfast.bench import environment
 from gptfast.bench.environment import (
     describe_checkout,
     describe_environment,
-    get_physical_memory,
     list_cores,
     parse_cpu_name,
     sum_last_level_caches,
 )
+from gptfast.memory import get_physical_memory
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 

@@ -36,6 +36,7 @@ REPORT = {
     "import_s": 1.0,
     "load_s": 2.0,
     "compile_s": 3.0,
+    "compile_kind": "cached",
     "ttft_s": 0.5,
     "device": "cpu",
     "dtype": "float32",
@@ -261,6 +262,15 @@ def test_a_cold_start_in_another_dtype_is_noted(
     other, _, _ = measure(make_settings(cold_starts=1, warm_starts=1), cold_dtype="bfloat16")
     assert other.dtype == "float32"
     assert set(other.notes) - set(same.notes) == {startup.DTYPE_NOTE}
+
+
+def test_a_warm_start_that_compiled_is_noted() -> None:
+    cached, cold, eager = ({"dtype": "float32", "compile_kind": kind} for kind in ("cached", "cold", "none"))
+    compiled = make_settings()
+    assert startup.write_notes(compiled, [cold], [cached, cached]) == startup.NOTES
+    for warm in ([cold, cold], [cached, cold], [eager, cached]):
+        assert startup.write_notes(compiled, [cold], warm) == (*startup.NOTES, startup.UNCACHED_NOTE)
+    assert startup.write_notes(make_settings(compile=False), [eager], [eager]) == startup.NOTES
 
 
 def test_the_default_model_is_fetched_once_and_named_to_the_starts(

@@ -39,6 +39,7 @@ JSON_FIELDS = {
     "import_s",
     "load_s",
     "compile_s",
+    "compile_kind",
     "ttft_s",
     "prefill_tokens_per_s",
     "decode_tokens_per_s",
