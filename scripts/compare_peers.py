@@ -1,105 +1,243 @@
-"""Decode the same prompt with gptfast and its peers in alternating runs, and print the ratios.
+"""Compare gptfast with its peers on the same GGUF file: tokens/s in alternating runs, and the ratios.
 
-    pip install -e ".[test]"
-    python scripts/compare_peers.py --dtype float32
+    pip install -e ".[test]" llama-cpp-python openvino-genai
+    python scripts/compare_peers.py --threads 2
 
-Everything runs in one process on the same weights, the same token ids and the same threads: A B A B ..., so that a
-machine whose speed drifts slows both down alike. A figure counts only beside the other one of its pair.
+Every peer gets the same token ids, number of new tokens and threads, chooses greedily and ignores the end of a text.
+Each runs in a process of its own, which sleeps while another one works: A B C A B C ..., so that a machine whose speed
+drifts slows all of them alike. A figure counts only beside the others of its turn. All peers are in memory at once, so
+for large models choose few with `--peers`.
+
+Decode counts the new tokens after the first, from the choice of the first to that of the last. Prefill counts the
+tokens of a prompt that is new to the peer, from the call to the choice of the first new token. Loading, compiling, one
+run of each kind before the others, tokenizing and detokenizing are not counted.
+
+Peers may live in other environments, as their dependencies may not agree with ours:
+
+    python scripts/compare_peers.py --python llama.cpp=~/llama/bin/python --python openvino=~/openvino/bin/python
 """
 
 from __future__ import annotations
 
-import statistics
+import contextlib
+import datetime
+import json
+import os
+import random
+import shutil
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
-import torch
+from peers.process import KINDS, PeerProcess
+from peers.protocol import LoadRequest
+from peers.report import OURS, build_peer_fields, format_report
+from peers.turns import PeerRecord, Workload, take_turns
+from random_gguf import FORMATS, get_random_gguf
 
-import gptfast
-from gptfast.download import get_default_model
-from gptfast.session import DTYPES
+from gptfast.checkpoint.base import Checkpoint
+from gptfast.cli.generate import DEFAULT_TEXT
+from gptfast.cli.main import show_log_lines
+from gptfast.errors import UserError
 
-PROMPT_IDS = [504, 1463, 282, 260, 4469, 7057, 5634, 351]
-"""`The history of the Roman Empire begins with` in the default model's vocabulary."""
-
-Decode = Callable[[], float]
-"""One run; its decode tokens/s."""
-
-
-def prepare_gptfast(path: Path, dtype: str, new_tokens: int) -> Decode:
-    """Compiled gptfast, warmed up."""
-    session = gptfast.load(path, dtype=dtype, device="cpu", compile=True)
-
-    def decode() -> float:
-        [result] = gptfast.generate(session, PROMPT_IDS, max_new_tokens=new_tokens)
-        return result.decode_tokens_per_s
-
-    decode()
-    return decode
+DTYPES = ("float32", "bfloat16")
 
 
-def prepare_transformers(path: Path, dtype: str, new_tokens: int) -> Decode:
-    """Transformers' eager `generate` with its default cache, warmed up."""
-    from transformers import AutoModelForCausalLM
-    from transformers.generation.streamers import BaseStreamer
+def print_progress(message: str) -> None:
+    """One line on standard error."""
+    click.echo(message, err=True)
 
-    class Clock(BaseStreamer):  # type: ignore[misc]
-        """Notes when each token came; the first call brings the prompt."""
 
-        def __init__(self) -> None:
-            self.times: list[float] = []
+def choose_file(checkpoint: Path | None, preset: str | None, quantization: str) -> Path:
+    """The absolute path of the file to compare on, made or fetched if need be."""
+    if preset is not None:
+        if checkpoint is not None:
+            raise UserError(f"both {checkpoint} and random weights for {preset} are asked for; give one")
+        return get_random_gguf(preset, quantization).absolute()
+    if checkpoint is None:
+        from gptfast.download import get_default_model
 
-        def put(self, value: torch.Tensor) -> None:
-            self.times.append(time.perf_counter())
+        return get_default_model().absolute()
+    if checkpoint.suffix != ".gguf":
+        raise UserError(f"{checkpoint} is not a .gguf file, which is all that every peer reads; give one")
+    return checkpoint.absolute()
 
-        def end(self) -> None:
-            pass
 
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=DTYPES[dtype]).eval()
-    ids = torch.tensor([PROMPT_IDS])
+def choose_peers(names: str | None) -> list[str]:
+    """The peers asked for, all by default, gptfast first of them in any case."""
+    asked = list(KINDS) if names is None else [name.strip() for name in names.split(",")]
+    for name in asked:
+        if name not in KINDS:
+            raise UserError(f"{name!r} is not a peer; choose from {', '.join(KINDS)}")
+    return [OURS, *(name for name in KINDS if name in asked and name != OURS)]
 
-    def decode() -> float:
-        clock = Clock()
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            do_sample=False,
-            streamer=clock,
-            pad_token_id=0,
+
+def parse_interpreters(assignments: Sequence[str]) -> dict[str, str]:
+    """The interpreters of peers that have one of their own, from NAME=PATH."""
+    interpreters = {}
+    for assignment in assignments:
+        name, _, path = assignment.partition("=")
+        if name not in KINDS:
+            raise UserError(f"--python {assignment} names no peer; write NAME=PATH with one of {', '.join(KINDS)}")
+        found = shutil.which(os.path.expanduser(path))
+        if found is None:
+            raise UserError(f"--python {assignment} names no program; give the path of a Python interpreter")
+        interpreters[name] = os.path.abspath(found)  # symbolic links stay: an environment is found by them
+    return interpreters
+
+
+def parse_lengths(text: str) -> list[int]:
+    """The lengths of prompts, in tokens."""
+    try:
+        lengths = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UserError(f"--prefill {text} is not a list of numbers; write it as 64,512") from error
+    if min(lengths) < 1:
+        raise UserError(f"--prefill {text} asks for a prompt without tokens; give 1 or more")
+    return list(dict.fromkeys(lengths))
+
+
+def plan_workloads(
+    checkpoint: Checkpoint, prompt: str, new_tokens: int, lengths: Sequence[int], runs: int
+) -> tuple[Workload, dict[int, Workload]]:
+    """Decoding after `prompt`, and prefill of each length with ordinary tokens; raises UserError if one is too long."""
+    tokenizer = checkpoint.load_tokenizer()
+    assert tokenizer is not None  # a GGUF file without one is refused
+    prompt_ids = tokenizer.encode(prompt)
+    longest, context = max(len(prompt_ids) + new_tokens, *(n + 1 for n in lengths)), checkpoint.config.max_seq_len
+    if longest > context:
+        raise UserError(f"{longest} tokens are asked for but the model's context is {context}; ask for fewer")
+    control = set(tokenizer.control_tokens.values())
+    ordinary = [token_id for token_id in range(tokenizer.vocab_size) if token_id not in control]
+    generator = random.Random(0)
+    decode = Workload(f"decode, {new_tokens} tokens", [prompt_ids] * (runs + 1), new_tokens)
+    return decode, {
+        length: Workload(
+            f"prefill, {length} tokens",
+            [generator.choices(ordinary, k=length) for _ in range(runs + 1)],
+            new_tokens=1,
         )
-        return (new_tokens - 1) / (clock.times[-1] - clock.times[1])
+        for length in lengths
+    }
 
-    decode()
-    return decode
+
+def load_peers(
+    processes: Mapping[str, PeerProcess], path: Path, context: int, threads: int, dtype: str | None
+) -> dict[str, PeerRecord]:
+    """Load them one after the other, the others in the dtype that gptfast chose; raises UserError if it cannot run."""
+    records = {name: PeerRecord() for name in processes}
+    for name, process in processes.items():
+        print_progress(f"loading {name}")
+        records[name].load(name, process, LoadRequest(str(path), threads, context, dtype))
+        ours = records[OURS]
+        if ours.facts is None:
+            raise UserError(
+                f"gptfast cannot run {path} ({ours.reason}), so there is nothing to compare; mend that first"
+            )
+        dtype = ours.facts.dtype
+    return records
+
+
+def compare(
+    path: Path,
+    workloads: tuple[Workload, dict[int, Workload]],
+    commands: Mapping[str, str],
+    threads: int,
+    dtype: str | None,
+) -> dict[str, Any]:
+    """Each peer's part of the report. `commands` are the peers' interpreters, by name."""
+    decode, prefills = workloads
+    planned = [decode, *prefills.values()]
+    context = max(len(workload.prompts[0]) + workload.new_tokens for workload in planned)
+    with contextlib.ExitStack() as stack:
+        processes = {name: stack.enter_context(PeerProcess(KINDS[name], python)) for name, python in commands.items()}
+        records = load_peers(processes, path, context, threads, dtype)
+        for workload in planned:
+            take_turns(processes, records, workload, print_progress)
+    return {name: build_peer_fields(record, records[OURS], decode, prefills) for name, record in records.items()}
 
 
 @click.command()
 @click.option(
     "--checkpoint", type=click.Path(exists=True, path_type=Path), help="A GGUF file [default: the default model]."
 )
-@click.option("--dtype", type=click.Choice(sorted(DTYPES)), default="float32", show_default=True)
-@click.option("--new-tokens", default=64, show_default=True)
-@click.option("--pairs", default=7, show_default=True)
-@click.option("--threads", type=int)
-def main(checkpoint: Path | None, dtype: str, new_tokens: int, pairs: int, threads: int | None) -> None:
-    """Compare decode tokens/s with transformers' eager generate."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    path = get_default_model() if checkpoint is None else checkpoint
-    ours = prepare_gptfast(path, dtype, new_tokens)
-    theirs = prepare_transformers(path, dtype, new_tokens)
-    runs = [(ours(), theirs()) for _ in range(pairs)]
-    ratios = sorted(a / b for a, b in runs)
-    click.echo(f"{path.name}, {dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    click.echo(f"{pairs} alternating pairs of {new_tokens} tokens; medians (least to most)")
-    for name, rates in zip(("gptfast --compile", "transformers eager"), zip(*runs, strict=True), strict=True):
-        click.echo(f"{name:20} {statistics.median(rates):6.1f} tokens/s ({min(rates):.1f} to {max(rates):.1f})")
-    click.echo(f"{'ratio':20} {statistics.median(ratios):6.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+@click.option("--random", "preset", metavar="PRESET", help="Random weights in a preset's shapes, as a GGUF file.")
+@click.option(
+    "--quantization", type=click.Choice(sorted(FORMATS)), default="q4_0", help="Of --random.", show_default=True
+)
+@click.option("--peers", "names", help=f"Which, separated by commas [default: {','.join(KINDS)}].")
+@click.option(
+    "--python", "interpreters", multiple=True, metavar="NAME=PATH", help="A peer's interpreter [default: this]."
+)
+@click.option("--prompt", default=DEFAULT_TEXT, help="Text that decoding goes on from.", show_default=True)
+@click.option("--new-tokens", type=click.IntRange(min=2), default=64, show_default=True)
+@click.option("--prefill", "lengths", default="64,512", help="Lengths of prompts, in tokens.", show_default=True)
+@click.option("--runs", type=click.IntRange(min=1), default=7, help="Counted runs of each.", show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), help="Of every peer [default: torch's choice].")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Of gptfast and transformers [default: gptfast's choice].")
+@click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
+def main(
+    checkpoint: Path | None,
+    preset: str | None,
+    quantization: str,
+    names: str | None,
+    interpreters: Sequence[str],
+    prompt: str,
+    new_tokens: int,
+    lengths: str,
+    runs: int,
+    threads: int | None,
+    dtype: str | None,
+    as_json: bool,
+) -> None:
+    """Compare tokens/s of gptfast and its peers on the same GGUF file, in alternating runs."""
+    import torch
+
+    from gptfast.bench.bandwidth import compare_probes, probe_bandwidth
+    from gptfast.bench.environment import describe_environment
+    from gptfast.checkpoint import open_checkpoint
+
+    pythons = parse_interpreters(interpreters)
+    commands = {name: pythons.get(name, sys.executable) for name in choose_peers(names)}
+    prefill_tokens = parse_lengths(lengths)
+    path = choose_file(checkpoint, preset, quantization)
+    workloads = plan_workloads(open_checkpoint(path), prompt, new_tokens, prefill_tokens, runs)
+    threads = threads or torch.get_num_threads()
+    torch.set_num_threads(threads)
+    cpu = torch.device("cpu")
+    before = probe_bandwidth(cpu, time.perf_counter)
+    peers = compare(path, workloads, commands, threads, dtype)
+    after = probe_bandwidth(cpu, time.perf_counter)
+    fields = {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "environment": asdict(describe_environment(cpu, threads)),
+        "bandwidth": asdict(compare_probes(before, after)),
+        "checkpoint": path.name,
+        "threads": threads,
+        "runs": runs,
+        "prompt_tokens": len(workloads[0].prompts[0]),
+        "new_tokens": new_tokens,
+        "prefill_tokens": prefill_tokens,
+        "peers": peers,
+    }
+    click.echo(format_report(fields))
+    if as_json:
+        click.echo(json.dumps(fields))
+
+
+def run() -> None:
+    """Run the command line; what the user can mend is one line and exit code 2."""
+    show_log_lines()
+    try:
+        main()
+    except (UserError, OSError) as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
-    main()
+    run()
