@@ -315,3 +315,53 @@ def test_memory_and_compilations_stay_flat_over_200_prompts(compiled: Session) -
     gc.collect()
     assert count_compilations(compiled.runner.compile_statistics) == before
     assert read_resident_bytes() < warm + 20e6
+
+
+# Logits after every token
+
+
+@pytest.mark.parametrize("length", [1, 32, 33, 300])
+def test_verify_gives_the_logits_after_every_token(length: int, runner: Runner, directory: Path) -> None:
+    ids = random_prompt(length, seed=length)
+    assert_near(runner.verify(ids), run(load_model(directory, length), ids))
+
+
+def test_verify_goes_on_where_prefill_ended_and_decode_where_verify_ended(runner: Runner, directory: Path) -> None:
+    ids = random_prompt(120)
+    expected = run(load_model(directory, len(ids)), ids)
+    runner.prefill(ids[:70])
+    assert_near(runner.verify(ids[70:110], 70), expected[70:110])
+    assert_near(runner.decode(torch.tensor([ids[110]]), 110)[0], expected[110])
+
+
+def test_verify_takes_back_what_it_read_before(runner: Runner, directory: Path) -> None:
+    ids = random_prompt(60)
+    runner.verify([*ids[:40], 7, 8, 9, 10, 11])
+    assert_near(runner.verify(ids[40:], 40), run(load_model(directory, len(ids)), ids)[40:])
+
+
+def test_rows_of_a_batch_read_the_tokens_that_verify_reads(directory: Path) -> None:
+    batch, single = load_tiny(directory, batch_size=3).runner, load_tiny(directory).runner
+    ids = random_prompt(40)
+    assert_near(batch.verify(ids), single.verify(ids))
+    logits = batch.decode(torch.tensor([7, 8, 9]), 40)
+    for row, token in enumerate((7, 8, 9)):
+        assert_near(logits[row], single.decode(torch.tensor([token]), 40)[0])
+
+
+def test_verify_refuses_what_does_not_fit_the_context(eager: Session) -> None:
+    with pytest.raises(PromptError, match=f"{CONTEXT + 1} tokens .* {CONTEXT}"):
+        eager.runner.verify([5, 6], CONTEXT - 1)
+
+
+def test_verify_is_compiled_when_it_is_first_called_and_then_no_more(directory: Path) -> None:
+    runner = load_tiny(directory, compile=True).runner
+    runner.warm_up()
+    made = runner.compile_statistics.compiled + runner.compile_statistics.loaded
+    assert made == 3
+    runner.verify(random_prompt(300))
+    assert runner.compile_statistics.compiled + runner.compile_statistics.loaded == made + 2
+    before = count_compilations(runner.compile_statistics)
+    for length in (1, 31, 200, 700):
+        runner.verify(random_prompt(length))
+    assert count_compilations(runner.compile_statistics) == before

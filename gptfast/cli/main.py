@@ -14,7 +14,7 @@ import click
 import gptfast
 from gptfast.errors import UserError
 
-COMMANDS = ("generate", "bench", "inspect", "download")
+COMMANDS = ("generate", "bench", "eval", "inspect", "download")
 USAGE_ERROR = 2
 
 

@@ -1,0 +1,268 @@
+"""`gptfast eval`: how well a model predicts a text, and how it does on the tasks of EleutherAI's harness."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gptfast.cli.tables import format_table
+from gptfast.errors import UserError
+
+if TYPE_CHECKING:
+    from gptfast.evaluation.comparison import Comparison
+    from gptfast.evaluation.harness import TaskMetric
+    from gptfast.evaluation.perplexity import Perplexity
+    from gptfast.evaluation.statistics import Estimate
+    from gptfast.evaluation.text import Text, Window
+    from gptfast.session import Session
+
+DEFAULT_TOKENS = 16_384
+DEFAULT_WINDOW = 1024
+BAR_SWITCHES = ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS")
+"""The environment variables that keep the progress bars of the harness and its libraries off; read at their import."""
+
+
+@click.group(name="eval")
+def command() -> None:
+    """Measure what a model knows: perplexity of a text, or tasks of EleutherAI's harness."""
+
+
+def refuse_random(_ctx: click.Context, _parameter: click.Parameter, preset: str | None) -> None:
+    """Raise UserError: the other commands have this option, and here it could mean nothing."""
+    if preset is not None:
+        raise UserError(f"random weights for {preset} have no tokenizer; evaluate a --checkpoint")
+
+
+def add_session_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that say which model runs, and how."""
+    options = (
+        click.option(
+            "--checkpoint",
+            "--checkpoint-path",
+            metavar="PATH",
+            help="Model directory or GGUF file [default: SmolLM2-135M-Instruct, fetched once].",
+        ),
+        click.option("--random", hidden=True, expose_value=False, callback=refuse_random),
+        click.option("--compile", is_flag=True, help="Compile the steps; cached for later starts."),
+        click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto."),
+        click.option("--dtype", help="float32, bfloat16 or float16 [default: the fastest on the device]."),
+        click.option("--threads", type=int, help="CPU threads [default: torch's choice]."),
+        click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON."),
+    )
+    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(options), function)
+
+
+@command.command(name="perplexity")
+@add_session_options
+@click.option("--against", metavar="PATH", help="A base of the same tokenizer: adds KL, agreement and differences.")
+@click.option(
+    "--text", "text_file", metavar="FILE", help="UTF-8; - is standard input [default: topics of Python's help]."
+)
+@click.option("--tokens", type=int, default=DEFAULT_TOKENS, show_default=True, help="Read at most so many tokens.")
+@click.option("--window", type=int, default=DEFAULT_WINDOW, show_default=True, help="Tokens in a window.")
+@click.option("--stride", type=int, help="Tokens from one window to the next [default: half a window].")
+def perplexity(
+    checkpoint: str | None,
+    against: str | None,
+    text_file: str | None,
+    tokens: int,
+    window: int,
+    stride: int | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Perplexity of a text, and what separates a model from a base.
+
+    Each window is read from its first token on, and its tokens that no window before it scored are scored.
+    """
+    from gptfast.evaluation.comparison import compare_models, encode_for_both
+    from gptfast.evaluation.perplexity import check_window, encode_text, measure_perplexity
+    from gptfast.evaluation.text import check_windows, plan_windows
+    from gptfast.session import load
+
+    stride = max(1, window // 2) if stride is None else stride
+    check_windows(tokens, window, stride)
+    text = read_text(text_file)
+    session = load(checkpoint, **settings)
+    base = None if against is None else load(against, **settings)
+    for each in (session,) if base is None else (session, base):
+        check_window(each, window)
+    text_ids = encode_text(session, text.content) if base is None else encode_for_both(session, base, text.content)
+    ids = text_ids[:tokens]
+    windows = plan_windows(len(ids), window, stride)
+    comparison: Comparison | None = None
+    with show_progress(windows) as watched:
+        if base is None:
+            result = measure_perplexity(session, ids, watched)
+        else:
+            result, comparison = compare_models(session, base, ids, watched)
+    facts = describe_session(session) | {
+        "against": None if base is None else str(base.checkpoint.path),
+        "text": text.name,
+        "text_sha256": text.sha256,
+        "text_tokens": len(text_ids),
+        "tokens": len(ids),
+        "window_tokens": window,
+        "stride_tokens": stride,
+        "windows": len(windows),
+        "scored_tokens": sum(each.stop - each.first for each in windows),
+    }
+    click.echo(format_perplexity(facts, result, comparison))
+    if as_json:
+        click.echo(json.dumps(facts | to_json(result, comparison)))
+
+
+@command.command(name="lm-eval")
+@add_session_options
+@click.option("--tasks", required=True, metavar="NAMES", help="Tasks, groups or tags of the harness, with commas.")
+@click.option("--limit", type=click.IntRange(min=1), help="Ask only the first so many questions of each task.")
+@click.option("--num-fewshot", type=click.IntRange(min=0), help="Solved examples before each [default: the task's].")
+@click.option(
+    "--include-path",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A directory of further task files.",
+)
+def lm_eval(
+    checkpoint: str | None,
+    tasks: str,
+    limit: int | None,
+    num_fewshot: int | None,
+    include_path: Path | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Tasks of EleutherAI's lm-evaluation-harness, which `pip install "gptfast[lm-eval]"` brings.
+
+    Data that is not on this machine is fetched from the Hugging Face hub.
+    """
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise UserError("--tasks names no task; give one or several, with commas between them")
+    if not is_watched():
+        os.environ.update(dict.fromkeys(BAR_SWITCHES, "1"))
+    from gptfast.evaluation.harness import load_tasks, run_tasks
+    from gptfast.session import load
+
+    selection = load_tasks(names, include_path)
+    session = load(checkpoint, **settings)
+    metrics = run_tasks(session, selection, limit=limit, num_fewshot=num_fewshot)
+    facts = describe_session(session) | {"lm_eval": version("lm_eval"), "limit": limit}
+    click.echo(f"{describe_model(facts)}\n\n{format_metrics(metrics)}")
+    if as_json:
+        click.echo(json.dumps(facts | {"metrics": [dataclasses.asdict(each) for each in metrics]}))
+
+
+def read_text(file: str | None) -> Text:
+    """The text of a file, of standard input for `-`, or the default one."""
+    from gptfast.cli.generate import decode_utf8
+    from gptfast.evaluation.text import Text, read_default_text
+
+    if file is None:
+        return read_default_text()
+    if file != "-":
+        return Text(file, decode_utf8(Path(file).read_bytes(), file))
+    if sys.stdin is None:
+        raise UserError("standard input is closed; give a file with --text")
+    return Text("standard input", decode_utf8(sys.stdin.buffer.read(), "standard input"))
+
+
+def is_watched() -> bool:
+    """Whether standard error is a terminal, where a progress bar is of use."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+@contextlib.contextmanager
+def show_progress(windows: Sequence[Window]) -> Iterator[Iterable[Window]]:
+    """The windows, with a bar that advances as they are taken."""
+    if not is_watched():
+        yield windows
+        return
+    with click.progressbar(windows, label="windows", file=sys.stderr) as bar:
+        yield bar
+
+
+def describe_session(session: Session) -> dict[str, Any]:
+    """What ran, and on what: the fields that both commands print."""
+    import torch
+
+    weight = session.runner.model.tok_embeddings.weight
+    return {
+        "checkpoint": str(session.checkpoint.path),
+        "device": weight.device.type,
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def to_json(result: Perplexity, comparison: Comparison | None) -> dict[str, Any]:
+    """The documented figures; those of a comparison are null without one."""
+    from gptfast.evaluation.comparison import Comparison
+
+    absent = dict.fromkeys(field.name for field in dataclasses.fields(Comparison))
+    return dataclasses.asdict(result) | (absent if comparison is None else dataclasses.asdict(comparison))
+
+
+def format_perplexity(facts: dict[str, Any], result: Perplexity, comparison: Comparison | None) -> str:
+    """A few aligned lines."""
+    rows = [
+        ("model", describe_model(facts)),
+        (
+            "text",
+            f"{facts['text']} (sha256 {facts['text_sha256']}), {facts['tokens']} of {facts['text_tokens']} tokens",
+        ),
+        (
+            "windows",
+            f"{facts['windows']} of {facts['window_tokens']} tokens, stride {facts['stride_tokens']}, "
+            f"{facts['scored_tokens']} tokens scored",
+        ),
+        ("nll", f"{format_estimate(result.nll_nats_per_token)} nats per token"),
+        ("perplexity", format_estimate(result.perplexity)),
+    ]
+    if comparison is not None:
+        rows += [
+            ("base", facts["against"]),
+            ("base nll", f"{format_estimate(comparison.base_nll_nats_per_token)} nats per token"),
+            ("base ppl", format_estimate(comparison.base_perplexity)),
+            ("difference", f"{format_estimate(comparison.nll_difference_nats_per_token)} nats per token"),
+            ("ratio", format_estimate(comparison.perplexity_ratio)),
+            ("KL", f"{format_estimate(comparison.kl_nats_per_token)} nats per token"),
+            ("top-1", f"{format_estimate(comparison.top1_agreement)} agree"),
+        ]
+    return "\n".join(f"{name:11} {value}" for name, value in rows)
+
+
+def format_metrics(metrics: Sequence[TaskMetric]) -> str:
+    """A table with a row for each figure."""
+    rows: list[Sequence[str]] = [("task", "figure", "value", "questions", "solved before each")]
+    for each in metrics:
+        figure = each.metric if each.filter == "none" else f"{each.metric} ({each.filter})"
+        counts = ("-" if count is None else str(count) for count in (each.questions, each.num_fewshot))
+        rows.append((each.task, figure, format_estimate(each), *counts))
+    return format_table(rows, left_columns=(0, 1, 2))
+
+
+def describe_model(facts: dict[str, Any]) -> str:
+    """What ran, in one line."""
+    threads = f", {facts['threads']} threads" if facts["device"] == "cpu" else ""
+    return f"{facts['checkpoint']}, {facts['device']}, {facts['dtype']}{threads}, torch {facts['torch']}"
+
+
+def format_estimate(estimate: Estimate | TaskMetric) -> str:
+    """The value and its standard error, to four decimals or as many as two digits of the error take."""
+    value, error = estimate.value, estimate.standard_error
+    if error is None:
+        return f"{value:.4f} (no standard error)"
+    decimals = max(4, 1 - math.floor(math.log10(error))) if error > 0 else 4
+    return f"{value:.{decimals}f} +- {error:.{decimals}f}"
