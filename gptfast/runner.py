@@ -75,6 +75,11 @@ class Runner:
             return "none"
         return "cold" if self.compile_statistics.compiled else "cached"
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token of one row takes in the cache, in all layers."""
+        return self.model.config.get_kv_bytes_per_token(self.model.tok_embeddings.weight.element_size())
+
     @torch.no_grad()
     def reserve(self, length: int) -> None:
         """Make room for `length` tokens and keep what the cache holds; raise PromptError beyond the context."""
@@ -98,8 +103,7 @@ class Runner:
         self._capacity = capacity
 
     def _check_memory(self, slots: int) -> None:
-        element_bytes = self.model.tok_embeddings.weight.element_size()
-        needed = self.batch_size * slots * self.model.config.get_kv_bytes_per_token(element_bytes)
+        needed = self.batch_size * slots * self.kv_bytes_per_token
         free = get_available_memory(self.device)
         if free is not None and needed > free:
             raise PromptError(

@@ -71,6 +71,11 @@ class Session:
         return frozenset(self.defaults.eos_ids) | (frozenset() if eos_id is None else {eos_id})
 
     @property
+    def dtype(self) -> str:
+        """What weights, activations and cache are computed in: `float32`, `bfloat16` or `float16`."""
+        return str(self.runner.model.tok_embeddings.weight.dtype).removeprefix("torch.")
+
+    @property
     def weight_bytes_per_token(self) -> int:
         """Bytes of weights that a decode step reads."""
         return self.runner.model.count_weight_bytes_per_token()

@@ -135,7 +135,6 @@ def make_tokens(runner: Runner) -> torch.Tensor:
 def count_part_bytes(runner: Runner, part: str, depth: int) -> int:
     """Bytes of weights, or of keys and values, that the kernels of a part must read in a step."""
     if part == ATTENTION:
-        element_bytes = runner.model.tok_embeddings.weight.element_size()
-        return count_kv_bytes(runner.model.config, element_bytes, runner.batch_size, depth, STEPS_NEEDED)
+        return count_kv_bytes(runner, depth, STEPS_NEEDED)
     names = part.split(" + ")
     return sum(weight.nbytes for name, weight in list_products(runner.model) if name in names)

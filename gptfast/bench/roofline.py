@@ -7,18 +7,19 @@ written are not counted: they are small and stay in caches.
 
 from __future__ import annotations
 
-from gptfast.config import ModelConfig
+from gptfast.runner import Runner
 
 
-def count_kv_bytes(config: ModelConfig, element_bytes: int, batch_size: int, depth: int, steps: int) -> int:
+def count_kv_bytes(runner: Runner, depth: int, steps: int) -> int:
     """Bytes of keys and values that the middle one of `steps` steps reads when the first finds `depth` tokens cached.
 
     A sliding window bounds what is attended to.
     """
     attended = depth + (steps + 1) // 2
-    if config.sliding_window is not None:
-        attended = min(attended, config.sliding_window)
-    return batch_size * attended * config.get_kv_bytes_per_token(element_bytes)
+    window = runner.model.config.sliding_window
+    if window is not None:
+        attended = min(attended, window)
+    return runner.batch_size * attended * runner.kv_bytes_per_token
 
 
 def compute_floor_ms(bytes_per_step: int, gb_per_s: float) -> float:

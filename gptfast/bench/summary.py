@@ -94,8 +94,7 @@ def summarize_prefill(runs: PrefillRuns) -> PrefillResult:
 def summarize_decode(runs: DecodeRuns, session: Session, *, weight_bytes: int, ceiling_gb_per_s: float) -> DecodeResult:
     """Rates and times of one depth, held against the ceiling."""
     rows = session.runner.batch_size
-    element_bytes = session.runner.model.tok_embeddings.weight.element_size()
-    kv_bytes = count_kv_bytes(session.runner.model.config, element_bytes, rows, runs.depth, runs.new_tokens)
+    kv_bytes = count_kv_bytes(session.runner, runs.depth, runs.new_tokens)
     bytes_per_step = weight_bytes + kv_bytes
     step_ms = summarize_latencies(list(itertools.chain(*runs.steps_s)))
     floor_ms = compute_floor_ms(bytes_per_step, ceiling_gb_per_s)
@@ -122,16 +121,14 @@ def summarize_phases(phases: PhaseTimer) -> Phases:
 
 def describe_model(session: Session) -> ModelFacts:
     """What was measured."""
-    model = session.runner.model
-    weight = model.tok_embeddings.weight
     return ModelFacts(
         name=session.checkpoint.path.name,
         random_weights=isinstance(session.checkpoint, RandomCheckpoint),
-        parameters=count_parameters(model.config).total,
-        dtype=str(weight.dtype).removeprefix("torch."),
+        parameters=count_parameters(session.checkpoint.config).total,
+        dtype=session.dtype,
         quantization="none",
         weight_bytes_per_token=session.weight_bytes_per_token,
-        kv_bytes_per_token=model.config.get_kv_bytes_per_token(weight.element_size()),
+        kv_bytes_per_token=session.runner.kv_bytes_per_token,
     )
 
 

@@ -10,6 +10,15 @@ import click
 
 from gptfast.bench.phases import PhaseTimer
 from gptfast.cli.bench_startup import command as startup_command
+from gptfast.cli.options import (
+    checkpoint_option,
+    device_option,
+    dtype_option,
+    eager_option,
+    json_option,
+    random_option,
+    threads_option,
+)
 from gptfast.errors import UserError
 
 
@@ -22,13 +31,8 @@ def parse_counts(_ctx: click.Context, parameter: click.Parameter, text: str) -> 
 
 
 @click.group(name="bench", invoke_without_command=True)
-@click.option(
-    "--checkpoint",
-    "--checkpoint-path",
-    metavar="PATH",
-    help="Model directory or GGUF file [default: SmolLM2-135M-Instruct, fetched once].",
-)
-@click.option("--random", "preset", metavar="PRESET", help="Random weights in a preset's shapes, such as llama-3.1-8b.")
+@checkpoint_option
+@random_option
 @click.option(
     "--prompt-lengths",
     callback=parse_counts,
@@ -44,19 +48,19 @@ def parse_counts(_ctx: click.Context, parameter: click.Parameter, text: str) -> 
     help="Tokens in the cache when a decode run begins.",
 )
 @click.option("--new-tokens", type=int, default=64, show_default=True, help="Tokens of a decode run.")
-@click.option("--repeats", type=int, default=5, show_default=True, help="Counted runs of each measurement, in turn.")
+@click.option("--repeats", type=int, default=15, show_default=True, help="Counted runs of each measurement, in turn.")
 @click.option("--batch-size", type=int, default=1, show_default=True, help="Rows decoded at once.")
 @click.option("--temperature", type=float, default=0.0, help="Of the end-to-end runs [default: 0, greedy].")
 @click.option("--top-k", type=int, help="Of the end-to-end runs.")
 @click.option("--top-p", type=float, default=1.0, help="Of the end-to-end runs.")
-@click.option("--compile/--no-compile", default=True, show_default=True, help="Run compiled steps, or eager ones.")
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
-@click.option("--dtype", help="float32, bfloat16 or float16 [default: the fastest on the device].")
-@click.option("--threads", type=int, help="CPU threads [default: torch's choice].")
+@eager_option
+@device_option
+@dtype_option
+@threads_option
 @click.option("--breakdown", is_flag=True, help="Tell where the time of a step goes; compiles a step for it.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the figures; implies --breakdown.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print a CSV row per measurement instead of tables.")
-@click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
+@json_option
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> None:
     """Measure prefill and decode speed, each against the bandwidth of the machine.

@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gptfast.cli.options import (
+    checkpoint_option,
+    device_option,
+    dtype_option,
+    eager_option,
+    json_option,
+    random_option,
+    threads_option,
+)
 from gptfast.cli.tables import format_table
 from gptfast.errors import UserError
 
@@ -28,21 +37,16 @@ NOTE_WIDTH = 100
 
 
 @click.command(name="startup")
-@click.option(
-    "--checkpoint",
-    "--checkpoint-path",
-    metavar="PATH",
-    help="Model directory or GGUF file [default: SmolLM2-135M-Instruct, fetched once].",
-)
-@click.option("--random", "preset", metavar="PRESET", help="Random weights in a preset's shapes, such as llama-3.2-1b.")
+@checkpoint_option
+@random_option
 @click.option("--prompt-tokens", type=int, default=32, show_default=True, help="Length of the synthetic prompt.")
 @click.option("--cold", "cold_starts", type=int, default=1, show_default=True, help="Starts in an empty cache.")
 @click.option("--repeats", "warm_starts", type=int, default=5, show_default=True, help="Starts in the usual cache.")
-@click.option("--compile/--no-compile", default=True, show_default=True, help="Run compiled steps, or eager ones.")
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
-@click.option("--dtype", help="float32, bfloat16 or float16 [default: the fastest on the device].")
-@click.option("--threads", type=int, help="CPU threads [default: torch's choice].")
-@click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
+@eager_option
+@device_option
+@dtype_option
+@threads_option
+@json_option
 def command(as_json: bool, **settings: Any) -> None:
     """Time whole processes from their start to the first token, and part by part.
 

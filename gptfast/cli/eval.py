@@ -16,6 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gptfast.cli.options import (
+    checkpoint_option,
+    compile_option,
+    device_option,
+    dtype_option,
+    json_option,
+    threads_option,
+)
 from gptfast.cli.tables import format_table
 from gptfast.errors import UserError
 
@@ -44,23 +52,20 @@ def refuse_random(_ctx: click.Context, _parameter: click.Parameter, preset: str 
         raise UserError(f"random weights for {preset} have no tokenizer; evaluate a --checkpoint")
 
 
+SESSION_OPTIONS = (
+    checkpoint_option,
+    click.option("--random", hidden=True, expose_value=False, callback=refuse_random),
+    compile_option,
+    device_option,
+    dtype_option,
+    threads_option,
+    json_option,
+)
+
+
 def add_session_options(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options that say which model runs, and how."""
-    options = (
-        click.option(
-            "--checkpoint",
-            "--checkpoint-path",
-            metavar="PATH",
-            help="Model directory or GGUF file [default: SmolLM2-135M-Instruct, fetched once].",
-        ),
-        click.option("--random", hidden=True, expose_value=False, callback=refuse_random),
-        click.option("--compile", is_flag=True, help="Compile the steps; cached for later starts."),
-        click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto."),
-        click.option("--dtype", help="float32, bfloat16 or float16 [default: the fastest on the device]."),
-        click.option("--threads", type=int, help="CPU threads [default: torch's choice]."),
-        click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON."),
-    )
-    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(options), function)
+    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(SESSION_OPTIONS), function)
 
 
 @command.command(name="perplexity")
@@ -196,11 +201,10 @@ def describe_session(session: Session) -> dict[str, Any]:
     """What ran, and on what: the fields that both commands print."""
     import torch
 
-    weight = session.runner.model.tok_embeddings.weight
     return {
         "checkpoint": str(session.checkpoint.path),
-        "device": weight.device.type,
-        "dtype": str(weight.dtype).removeprefix("torch."),
+        "device": session.runner.device.type,
+        "dtype": session.dtype,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }

@@ -15,6 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gptfast.cli.options import (
+    checkpoint_option,
+    compile_option,
+    device_option,
+    dtype_option,
+    json_option,
+    random_option,
+    threads_option,
+)
 from gptfast.config import SamplingConfig
 from gptfast.errors import PromptError, UserError
 
@@ -73,13 +82,8 @@ class Options:
 
 
 @click.command(name="generate")
-@click.option(
-    "--checkpoint",
-    "--checkpoint-path",
-    metavar="PATH",
-    help="Model directory or GGUF file [default: SmolLM2-135M-Instruct, fetched once].",
-)
-@click.option("--random", "preset", metavar="PRESET", help="Random weights in a preset's shapes, such as llama-3.2-1b.")
+@checkpoint_option
+@random_option
 @click.option(
     "--prompt",
     metavar="TEXT",
@@ -100,15 +104,15 @@ class Options:
 @click.option("--min-p", type=float, help="Leave out tokens less likely than this share of the likeliest.")
 @click.option("--repetition-penalty", type=float, help="Above 1, tokens seen before become less likely.")
 @click.option("--seed", type=int, help="The same seed gives the same text [default: a new one, printed].")
-@click.option("--compile", is_flag=True, help="Compile the decoding steps; cached for later starts.")
+@compile_option
 @click.option(
     "--compile-prefill", is_flag=True, hidden=True, help="Accepted for gpt-fast's users: --compile does both."
 )
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
-@click.option("--dtype", help="float32, bfloat16 or float16 [default: the fastest on the device].")
-@click.option("--threads", type=int, help="CPU threads [default: torch's choice].")
+@device_option
+@dtype_option
+@threads_option
 @click.option("--profile", type=click.Path(dir_okay=False, path_type=Path), help="Write a trace for chrome://tracing.")
-@click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
+@json_option
 def command(**settings: Any) -> int:
     """Generate text with a model and print what it took."""
     options = Options(**settings)

@@ -33,11 +33,6 @@ class RunReport:
         return self.session.runner.device.type
 
     @property
-    def dtype(self) -> str:
-        """What weights and activations were computed in."""
-        return str(self.session.runner.model.tok_embeddings.weight.dtype).removeprefix("torch.")
-
-    @property
     def decode_tokens_per_s(self) -> float:
         """Tokens after each row's first, over the time of the steps that made them."""
         return self._per_decode_s(sum(max(0, result.new_tokens - 1) for result in self.results))
@@ -83,7 +78,7 @@ class RunReport:
             "bandwidth_gb_per_s": self.bandwidth_gb_per_s,
             "peak_memory_bytes": get_peak_memory(self.session.runner.device),
             "device": self.device,
-            "dtype": self.dtype,
+            "dtype": self.session.dtype,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "seed": self.seed,
@@ -99,7 +94,7 @@ class RunReport:
         threads = f"{torch.get_num_threads()} threads, " if self.device == "cpu" else ""
         megabytes = self.session.weight_bytes_per_token / 1e6
         rows = [
-            ("run", f"{self.device}, {self.dtype}, {threads}torch {torch.__version__}"),
+            ("run", f"{self.device}, {self.session.dtype}, {threads}torch {torch.__version__}"),
             ("start", f"import {self.import_s:.2f} s, load {self.session.load_s:.2f} s, {self._describe_compile()}"),
         ]
         if self.results:

@@ -18,11 +18,10 @@ class Gptfast:
         )
         runner = self._session.runner
         runner.warm_up(1)  # only then is it known whether this machine can compile
-        dtype = str(runner.model.tok_embeddings.weight.dtype).removeprefix("torch.")
         self.facts = PeerFacts(
             version=gptfast.__version__,
-            settings=f"{dtype}, {'compiled' if runner.is_compiled else 'eager'}",
-            dtype=dtype,
+            settings=f"{self._session.dtype}, {'compiled' if runner.is_compiled else 'eager'}",
+            dtype=self._session.dtype,
         )
 
     def generate(self, prompt_ids: Sequence[int], new_tokens: int) -> Run:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from gptfast.bench import bandwidth
 from gptfast.bench.bandwidth import PASSES, PROBE_BYTES, READS_PER_PASS, Probe, compare_probes, probe_bandwidth
 from gptfast.bench.roofline import compute_floor_ms, count_kv_bytes
 from gptfast.bench.statistics import Spread
+from gptfast.session import Session
 from tests.reference.clock import FakeClock
-from tests.reference.sessions import tiny_config
+from tests.reference.sessions import load_tiny, tiny_config
 
 CPU = torch.device("cpu")
 
@@ -82,16 +84,19 @@ def test_the_floor_is_bytes_over_bandwidth() -> None:
     ("depth", "steps", "attended"),
     [(0, 1, 1), (0, 3, 2), (512, 1, 513), (2048, 64, 2080)],
 )
-def test_kv_bytes_are_those_of_the_middle_step(depth: int, steps: int, attended: int) -> None:
-    """Step i of a run attends to `depth` + i + 1 tokens, its own included; the middle one as many as the mean."""
+def test_kv_bytes_are_those_of_the_middle_step(depth: int, steps: int, attended: int, directory: Path) -> None:
+    """Step i of a run attends to `depth` + i + 1 tokens, its own included; the middle one to as many as the mean."""
     config = tiny_config()
-    per_token = 2 * config.n_layers * config.n_kv_heads * config.head_dim * 4
     mean = sum(depth + i + 1 for i in range(steps)) / steps
     assert attended in (int(mean), round(mean))
-    assert count_kv_bytes(config, 4, 1, depth, steps) == attended * per_token
-    assert count_kv_bytes(config, 4, 3, depth, steps) == 3 * attended * per_token
+    for dtype, element_bytes in (("float32", 4), ("bfloat16", 2)):
+        per_token = 2 * config.n_layers * config.n_kv_heads * config.head_dim * element_bytes
+        for rows in (1, 3):
+            runner = load_tiny(directory, dtype=dtype, batch_size=rows).runner
+            assert count_kv_bytes(runner, depth, steps) == rows * attended * per_token
 
 
-def test_a_sliding_window_bounds_what_is_read() -> None:
-    config = dataclasses.replace(tiny_config(), sliding_window=100)
-    assert count_kv_bytes(config, 2, 1, 5000, 64) == 100 * count_kv_bytes(config, 2, 1, 0, 1)
+def test_a_sliding_window_bounds_what_is_read(eager: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_token = count_kv_bytes(eager.runner, 0, 1)
+    monkeypatch.setattr(eager.runner.model, "config", dataclasses.replace(tiny_config(), sliding_window=100))
+    assert count_kv_bytes(eager.runner, 5000, 64) == 100 * one_token
