@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -32,8 +33,21 @@ def get_peak_memory(device: torch.device) -> int:
     return get_peak_resident_memory()
 
 
-def get_peak_resident_memory() -> int:
-    """The most bytes that were resident in this process so far."""
+def reset_peak_memory(device: torch.device) -> None:
+    """Let the peaks begin anew with what is held now; a system that cannot do that for a process keeps its own."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
+
+
+def get_peak_resident_memory(root: Path = Path("/")) -> int:
+    """The most bytes that were resident in this process, since it began or `reset_peak_memory` was called."""
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", _read_text(root / "proc/self/status"), re.MULTILINE)
+    if found:
+        return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

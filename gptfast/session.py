@@ -113,10 +113,7 @@ def load(
     if batch_size < 1:
         raise UserError(f"batch size is {batch_size}; it must be at least 1")
     if threads is not None:
-        most = 4 * (os.cpu_count() or 1)
-        if not 1 <= threads <= most:
-            raise UserError(f"{threads} threads are not supported on this machine; give 1 to {most}")
-        torch.set_num_threads(threads)
+        set_threads(threads)
     start = time.perf_counter()
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device, compile=compile)
@@ -129,6 +126,14 @@ def load(
         tokenizer=checkpoint.load_tokenizer(),
         load_s=time.perf_counter() - start,
     )
+
+
+def set_threads(threads: int) -> None:
+    """Have the process compute with so many CPU threads; raises UserError for more than make sense here."""
+    most = 4 * (os.cpu_count() or 1)
+    if not 1 <= threads <= most:
+        raise UserError(f"{threads} threads are not supported on this machine; give 1 to {most}")
+    torch.set_num_threads(threads)
 
 
 def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:

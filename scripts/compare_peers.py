@@ -41,7 +41,7 @@ from random_gguf import FORMATS, get_random_gguf
 
 from gptfast.checkpoint.base import Checkpoint
 from gptfast.cli.generate import DEFAULT_TEXT
-from gptfast.cli.main import show_log_lines
+from gptfast.cli.main import execute
 from gptfast.errors import UserError
 
 DTYPES = ("float32", "bfloat16")
@@ -62,7 +62,7 @@ def choose_file(checkpoint: Path | None, preset: str | None, quantization: str) 
         from gptfast.download import get_default_model
 
         return get_default_model().absolute()
-    if checkpoint.suffix != ".gguf":
+    if checkpoint.suffix.lower() != ".gguf":
         raise UserError(f"{checkpoint} is not a .gguf file, which is all that every peer reads; give one")
     return checkpoint.absolute()
 
@@ -200,14 +200,16 @@ def main(
     from gptfast.bench.bandwidth import compare_probes, probe_bandwidth
     from gptfast.bench.environment import describe_environment
     from gptfast.checkpoint import open_checkpoint
+    from gptfast.session import set_threads
 
+    if threads is not None:
+        set_threads(threads)
+    threads = torch.get_num_threads()
     pythons = parse_interpreters(interpreters)
     commands = {name: pythons.get(name, sys.executable) for name in choose_peers(names)}
     prefill_tokens = parse_lengths(lengths)
     path = choose_file(checkpoint, preset, quantization)
     workloads = plan_workloads(open_checkpoint(path), prompt, new_tokens, prefill_tokens, runs)
-    threads = threads or torch.get_num_threads()
-    torch.set_num_threads(threads)
     cpu = torch.device("cpu")
     before = probe_bandwidth(cpu, time.perf_counter)
     peers = compare(path, workloads, commands, threads, dtype)
@@ -229,15 +231,5 @@ def main(
         click.echo(json.dumps(fields))
 
 
-def run() -> None:
-    """Run the command line; what the user can mend is one line and exit code 2."""
-    show_log_lines()
-    try:
-        main()
-    except (UserError, OSError) as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    run()
+    execute(main, "compare_peers.py")

@@ -9,7 +9,6 @@ included. The vocabulary is as large as the preset's, but beyond the 256 bytes m
 
 from __future__ import annotations
 
-import sys
 import zlib
 from pathlib import Path
 
@@ -22,8 +21,8 @@ from gptfast.cache import get_cache_dir, replace_atomically
 from gptfast.checkpoint.gguf import CANONICAL_NAMES
 from gptfast.checkpoint.presets import get_preset
 from gptfast.checkpoint.shapes import list_tensor_shapes
+from gptfast.cli.main import execute
 from gptfast.config import ModelConfig
-from gptfast.errors import UserError
 
 FORMATS = {
     "q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0, 16),
@@ -171,12 +170,8 @@ def get_stored_name(name: str) -> str:
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="The file to write.")
 def main(preset: str, quantization: str, output: Path) -> None:
     """Write a GGUF file of random weights in a preset's shapes."""
-    try:
-        write_random_gguf(output, get_preset(preset), quantization)
-    except (UserError, OSError) as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    write_random_gguf(output, get_preset(preset), quantization)
 
 
 if __name__ == "__main__":
-    main()
+    execute(main, "random_gguf.py")

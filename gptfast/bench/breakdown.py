@@ -58,7 +58,7 @@ def measure_breakdown(runner: Runner, depth: int, sampling: SamplingConfig, cloc
 def summarize_times(times: StepTimes, runner: Runner, depth: int) -> Breakdown:
     """The parts with the largest first, then sampling, host overhead and what remains of the whole step.
 
-    Where the host's share could not be measured on its own it is what remains.
+    Where the host's share could not be measured on its own it has no row, and is in what remains.
     """
     step_ms = 1e3 * statistics.median(times.whole)
     parts = [
@@ -67,9 +67,9 @@ def summarize_times(times: StepTimes, runner: Runner, depth: int) -> Breakdown:
     ]
     parts.sort(key=lambda part: -part.ms)
     parts.append(StepPart(SAMPLING, 1e3 * statistics.median(times.sampling), 0))
-    rest_ms = step_ms - sum(part.ms for part in parts)
-    host_ms = 1e3 * statistics.median(times.host) if times.host else rest_ms
-    parts += [StepPart(HOST, host_ms, 0), StepPart(UNACCOUNTED, rest_ms - host_ms, 0)]
+    if times.host:
+        parts.append(StepPart(HOST, 1e3 * statistics.median(times.host), 0))
+    parts.append(StepPart(UNACCOUNTED, step_ms - sum(part.ms for part in parts), 0))
     return Breakdown(depth, step_ms, tuple(parts))
 
 
@@ -135,6 +135,6 @@ def make_tokens(runner: Runner) -> torch.Tensor:
 def count_part_bytes(runner: Runner, part: str, depth: int) -> int:
     """Bytes of weights, or of keys and values, that the kernels of a part must read in a step."""
     if part == ATTENTION:
-        return count_kv_bytes(runner, depth, STEPS_NEEDED)
+        return count_kv_bytes(runner, depth + WARM_UP_STEPS, STEPS_PER_ROUND)
     names = part.split(" + ")
     return sum(weight.nbytes for name, weight in list_products(runner.model) if name in names)

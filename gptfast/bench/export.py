@@ -29,7 +29,9 @@ def to_csv(result: BenchmarkResult) -> str:
         for group in ("environment", "model", "execution")
         for name, value in fields[group].items()
     }
-    facts |= {"batch_size": result.settings.batch_size, "ceiling_gb_per_s": result.bandwidth.ceiling_gb_per_s}
+    swept = ("prompt_lengths", "depths")
+    facts |= {name: value for name, value in fields["settings"].items() if name not in swept}
+    facts |= {"ceiling_gb_per_s": result.bandwidth.ceiling_gb_per_s, "bandwidth_drift": result.bandwidth.drift}
     rows = [facts | {"phase": phase} | flatten(entry) for phase in ("prefill", "decode") for entry in fields[phase]]
     text = io.StringIO()
     columns = list(dict.fromkeys(column for row in rows for column in row))

@@ -2,8 +2,8 @@
 
 Three kinds of call reach the machine: functions that Inductor generated, which stand as globals in modules that it
 generated too; operators that such a module calls through torch; and, in an eager step, every operator. Each is
-wrapped for as long as the timer is active. torch's profiler is no substitute: it does not see Inductor's C++
-functions, cannot tell whose weights a kernel reads, and adds microseconds to every call.
+wrapped for as long as the timer is active, by replacing it where it is looked up: a wrapper costs 2 microseconds a
+call. torch's profiler would not do, as the names that it records do not tell whose weights a kernel reads.
 """
 
 from __future__ import annotations

@@ -9,14 +9,16 @@ import torch
 
 from gptfast.bench.bandwidth import Probe, probe_bandwidth
 from gptfast.bench.breakdown import STEPS_NEEDED, measure_breakdown
+from gptfast.bench.load import OtherLoad
 from gptfast.bench.measurements import DecodeRuns, PrefillRuns, fill_caches
 from gptfast.bench.phases import Clock, PhaseTimer
 from gptfast.bench.results import BenchmarkResult, Breakdown, Settings
-from gptfast.bench.summary import Measurements, summarize
+from gptfast.bench.summary import Measurements, describe_memory, summarize
 from gptfast.compilation import count_traced_graphs
 from gptfast.config import SamplingConfig
 from gptfast.errors import PromptError, UserError
 from gptfast.generation import make_synthetic_prompt
+from gptfast.memory import reset_peak_memory
 from gptfast.runner import Runner
 from gptfast.session import Session
 
@@ -50,6 +52,7 @@ def run_benchmark(
         runner.warm_up()
     with phases.measure("warm_up"):
         fill_caches(session, longest)
+    early = describe_memory(runner.device)
     before = measure_ceiling(runner, clock, phases, say)
 
     text = make_synthetic_prompt(session, longest)
@@ -60,26 +63,29 @@ def run_benchmark(
     with phases.measure("warm_up"):
         for runs in all_runs:
             runs.warm_up(session, sampling, clock)
-    compilations = count_compilations(runner)
+    compilations, load = count_compilations(runner), OtherLoad()
     for number in range(settings.repeats):
         say(f"run {number + 1} of {settings.repeats}")
         # In turn, so that a machine whose speed drifts slows all of them down alike.
         for runs in all_runs:
             runs.run(session, sampling, clock, phases)
-    recompiles = count_compilations(runner) - compilations
+    recompiles, other_load = count_compilations(runner) - compilations, load.get_share()
+    memory = describe_memory(runner.device).cover(early)
     after = measure_ceiling(runner, clock, phases, say)
 
     breakdown = take_step_apart(runner, settings.depths[0], sampling, clock, phases, say) if breaks_down else None
     session.cached_ids = []
-    measurements = Measurements(before, after, prefill, decode, breakdown, recompiles)
+    measurements = Measurements(before, after, prefill, decode, breakdown, memory, recompiles, other_load)
     return summarize(session, settings, measurements, phases)
 
 
 def measure_ceiling(runner: Runner, clock: Clock, phases: PhaseTimer, say: Say) -> Probe:
-    """Probe the memory of the runner's device."""
+    """Probe the memory of the runner's device; the probe's own buffer does not stay in the peaks."""
     say("measuring the read bandwidth")
     with phases.measure("probe"):
-        return probe_bandwidth(runner.device, clock)
+        probe = probe_bandwidth(runner.device, clock)
+    reset_peak_memory(runner.device)
+    return probe
 
 
 def take_step_apart(
@@ -108,11 +114,14 @@ def check_settings(settings: Settings) -> None:
 
 def count_slots(settings: Settings, context: int, breaks_down: bool) -> int:
     """How many tokens the cache must hold; raises PromptError if that is more than the context."""
-    after_depth = max(settings.new_tokens + 1, STEPS_NEEDED if breaks_down else 0)
-    deepest = max(settings.depths)
-    if deepest + after_depth > context:
+    # A text has at least one token, and one more than those that are timed.
+    needed = {depth: max(depth, 1) + settings.new_tokens + 1 for depth in settings.depths}
+    if breaks_down:
+        needed[settings.depths[0]] = max(needed[settings.depths[0]], settings.depths[0] + STEPS_NEEDED)
+    depth, slots = max(needed.items(), key=lambda item: item[1])
+    if slots > context:
         raise PromptError(
-            f"{after_depth} tokens after a depth of {deepest} do not fit the model's context of {context}; "
+            f"{slots - depth} tokens after a depth of {depth} do not fit the model's context of {context}; "
             "use smaller --depths or fewer --new-tokens"
         )
     if max(settings.prompt_lengths) >= context:
@@ -120,7 +129,7 @@ def count_slots(settings: Settings, context: int, breaks_down: bool) -> int:
             f"a prompt of {max(settings.prompt_lengths)} tokens and one more do not fit the model's context of "
             f"{context}; use shorter --prompt-lengths"
         )
-    return max(deepest + after_depth, max(settings.prompt_lengths) + 1)
+    return max(slots, max(settings.prompt_lengths) + 1)
 
 
 def make_clock(device: torch.device) -> Clock:
@@ -138,4 +147,5 @@ def make_clock(device: torch.device) -> Clock:
 def count_compilations(runner: Runner) -> int:
     """How many steps were compiled or loaded and graphs traced so far; it must not grow while measuring."""
     statistics = runner.compile_statistics
-    return statistics.compiled + statistics.loaded + count_traced_graphs()
+    steps = statistics.compiled + statistics.loaded
+    return steps + count_traced_graphs() if runner.is_compiled else steps

@@ -46,9 +46,10 @@ class DecodeRuns:
     tokens_s: list[list[float]] = field(default_factory=list)
 
     def warm_up(self, session: Session, sampling: SamplingConfig, clock: Clock) -> None:
-        """Run for a few steps and keep nothing."""
+        """Run for a few steps, and where a run will end, and keep nothing."""
         count = min(WARM_UP_STEPS, self.new_tokens)
         time_steps(session, self.depth, count, clock)
+        time_steps(session, self.depth + self.new_tokens, 1, clock)  # on CUDA perhaps another graph
         time_tokens(session, self.text, self.depth, count, sampling, clock)
 
     def run(self, session: Session, sampling: SamplingConfig, clock: Clock, phases: PhaseTimer) -> None:

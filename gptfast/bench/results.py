@@ -73,12 +73,15 @@ class Execution:
         compile_kind: as `Runner.compile_kind`.
         cuda_graphs: whether steps were really replayed as CUDA graphs.
         recompiles: compilations seen while measuring; anything but 0 spoils the figures.
+        other_load: share of all processors' time that other processes, or the host, used during the runs; None where
+            the system does not tell.
     """
 
     compiled: bool
     compile_kind: CompileKind
     cuda_graphs: bool
     recompiles: int
+    other_load: float | None
 
 
 @dataclass(frozen=True)
@@ -186,11 +189,20 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes held when the runs were over, and at most: of the process, and of the GPU on CUDA."""
+    """Bytes held when the runs were over, and at most, by the process and on CUDA of the GPU; without the probes."""
 
     resident_bytes: int | None
     peak_resident_bytes: int
     device_peak_bytes: int | None
+
+    def cover(self, earlier: Memory) -> Memory:
+        """What is held here, and the peaks of both."""
+        device_peaks = [peak for peak in (self.device_peak_bytes, earlier.device_peak_bytes) if peak is not None]
+        return Memory(
+            resident_bytes=self.resident_bytes,
+            peak_resident_bytes=max(self.peak_resident_bytes, earlier.peak_resident_bytes),
+            device_peak_bytes=max(device_peaks, default=None),
+        )
 
 
 @dataclass(frozen=True)

@@ -35,19 +35,22 @@ from gptfast.runner import Runner
 from gptfast.session import Session
 
 LARGEST_DRIFT = 0.15
+LARGEST_OTHER_LOAD = 0.05
 SMALLEST_CACHED_SHARE = 0.02
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """All that was measured, as it came; `recompiles` are compilations seen during the runs."""
+    """All that was measured, as it came; `recompiles` and `other_load` are those of the runs."""
 
     before: Probe
     after: Probe
     prefill: Sequence[PrefillRuns]
     decode: Sequence[DecodeRuns]
     breakdown: Breakdown | None
+    memory: Memory
     recompiles: int
+    other_load: float | None
 
 
 def summarize(session: Session, settings: Settings, measurements: Measurements, phases: PhaseTimer) -> BenchmarkResult:
@@ -64,7 +67,7 @@ def summarize(session: Session, settings: Settings, measurements: Measurements, 
         for runs in measurements.decode
     )
     environment = describe_environment(session.runner.device, torch.get_num_threads())
-    execution = describe_execution(session.runner, measurements.recompiles)
+    execution = describe_execution(session.runner, measurements)
     return BenchmarkResult(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         environment=environment,
@@ -75,8 +78,8 @@ def summarize(session: Session, settings: Settings, measurements: Measurements, 
         prefill=tuple(summarize_prefill(runs) for runs in measurements.prefill),
         decode=decode,
         breakdown=measurements.breakdown,
-        memory=describe_memory(session.runner.device),
-        notes=write_notes(session.runner, environment, execution, bandwidth, decode),
+        memory=measurements.memory,
+        notes=write_notes(session, environment, execution, bandwidth, decode),
         phases=summarize_phases(phases),
     )
 
@@ -122,7 +125,7 @@ def summarize_phases(phases: PhaseTimer) -> Phases:
 def describe_model(session: Session) -> ModelFacts:
     """What was measured."""
     return ModelFacts(
-        name=session.checkpoint.path.name,
+        name=session.checkpoint.path.absolute().name,
         random_weights=isinstance(session.checkpoint, RandomCheckpoint),
         parameters=count_parameters(session.checkpoint.config).total,
         dtype=session.dtype,
@@ -132,13 +135,14 @@ def describe_model(session: Session) -> ModelFacts:
     )
 
 
-def describe_execution(runner: Runner, recompiles: int) -> Execution:
+def describe_execution(runner: Runner, measurements: Measurements) -> Execution:
     """How the steps were executed."""
     return Execution(
         compiled=runner.is_compiled,
         compile_kind=runner.compile_kind,
         cuda_graphs=runner.device.type == "cuda" and has_recorded_cuda_graphs(),
-        recompiles=recompiles,
+        recompiles=measurements.recompiles,
+        other_load=measurements.other_load,
     )
 
 
@@ -152,14 +156,20 @@ def describe_memory(device: torch.device) -> Memory:
 
 
 def write_notes(
-    runner: Runner,
+    session: Session,
     environment: Environment,
     execution: Execution,
     bandwidth: Bandwidth,
     decode: Sequence[DecodeResult],
 ) -> tuple[str, ...]:
     """What a reader of the figures must know about this run."""
+    runner = session.runner
     notes = []
+    if execution.other_load is not None and execution.other_load > LARGEST_OTHER_LOAD:
+        notes.append(
+            f"other processes, or the host, used {execution.other_load:.0%} of the processors during the runs, which "
+            "can slow a step down many times: repeat this on a quiet machine"
+        )
     if bandwidth.drift > LARGEST_DRIFT:
         notes.append(
             f"the read bandwidth drifted by {bandwidth.drift:.0%} during the run: the machine was not quiet, "
@@ -178,4 +188,6 @@ def write_notes(
         notes.append("this machine could not compile, so the steps ran eagerly")
     if runner.device.type == "cuda" and runner.is_compiled and not execution.cuda_graphs:
         notes.append("torch.compile skipped its CUDA graphs, so every kernel was launched by the host")
+    if session.tokenizer is None:
+        notes.append("random weights have no tokenizer, so there is no detokenization in the end-to-end figures")
     return tuple(notes)

@@ -57,7 +57,7 @@ def parse_counts(_ctx: click.Context, parameter: click.Parameter, text: str) -> 
 @device_option
 @dtype_option
 @threads_option
-@click.option("--breakdown", is_flag=True, help="Tell where the time of a step goes; compiles a step for it.")
+@click.option("--breakdown", is_flag=True, help="Take a step at the first depth apart; compiles it for that.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the figures; implies --breakdown.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print a CSV row per measurement instead of tables.")
 @json_option
@@ -79,10 +79,11 @@ command.add_command(startup_command)
 
 def refuse_options_before_subcommand(ctx: click.Context) -> None:
     """Raise UserError for an option that the subcommand would not hear of."""
-    for name in ctx.params:
-        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} stands before {ctx.invoked_subcommand}, which has its own; put options after it")
+    for parameter in ctx.command.params:
+        if ctx.get_parameter_source(str(parameter.name)) is click.core.ParameterSource.COMMANDLINE:
+            raise UserError(
+                f"{parameter.opts[0]} stands before {ctx.invoked_subcommand}, which has its own options; put it after"
+            )
 
 
 def run_and_print(
@@ -128,6 +129,8 @@ def run_and_print(
     check_settings(settings)
     if as_csv and as_json:
         raise UserError("both --csv and --json are given; give one of them")
+    if as_csv and breakdown:
+        raise UserError("--csv has no rows for --breakdown; use --json or --plot for it")
     if plot is not None:
         from gptfast.bench.plot import check_plot_path
 
@@ -153,6 +156,9 @@ def run_and_print(
         from gptfast.bench.plot import draw
 
         draw(result, plot)
+    if as_csv:
+        for note in result.notes:
+            click.echo(f"note: {note}", err=True)
     click.echo(to_csv(result) if as_csv else format_benchmark(result), nl=not as_csv)
     if as_json:
         click.echo(json.dumps(to_json(result)))

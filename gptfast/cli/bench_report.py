@@ -135,6 +135,7 @@ def format_foot(result: BenchmarkResult) -> str:
         ("time", format_phases(result.phases)),
         ("memory", f"{resident}{memory.peak_resident_bytes / 1e9:.2f} GB at most{device}"),
         ("recompiles", f"{result.execution.recompiles}"),
+        *([] if result.execution.other_load is None else [("other load", f"{result.execution.other_load:.1%}")]),
         *(("note", note) for note in result.notes),
     ]
     return "\n".join(f"{name:10} {text}" for name, text in rows)

@@ -48,13 +48,18 @@ def main() -> None:
 
 
 def run(command: str | None = None) -> NoReturn:
-    """Run the command line and exit: 0, 2 for what the user can mend, 130 after Ctrl-C.
+    """Run the command line and exit; `command` is a subcommand to run as if it were the program."""
+    if command is None:
+        execute(main, "gptfast")
+    execute(import_command(command), os.path.basename(sys.argv[0]))
 
-    A closed pipe ends the program without a word, by click's doing. `command` is a subcommand to run as if it were
-    the program.
+
+def execute(entry: click.Command, program: str) -> NoReturn:
+    """Run a command of that name and exit: 0, 2 for what the user can mend, 130 after Ctrl-C.
+
+    A closed pipe ends the program without a word, by click's doing.
     """
     show_log_lines()
-    entry, program = (main, "gptfast") if command is None else (import_command(command), os.path.basename(sys.argv[0]))
     try:
         result = entry.main(
             prog_name=program,

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gptfast.errors import UserError
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -39,5 +41,11 @@ def estimate_mean(windows: Sequence[Tensor]) -> Estimate:
 
 def exponentiate(estimate: Estimate) -> Estimate:
     """The exponential, with its standard error by the delta method: se(exp(x)) = exp(x) se(x)."""
-    value = math.exp(estimate.value)
+    try:
+        value = math.exp(estimate.value)
+    except OverflowError as error:
+        raise UserError(
+            f"the mean is {estimate.value:.0f} nats per token, whose exponential is too large for a number; "
+            "the weights are damaged, or not of this tokenizer"
+        ) from error
     return Estimate(value, None if estimate.standard_error is None else value * estimate.standard_error)

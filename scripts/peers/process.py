@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from peers.protocol import LoadRequest, PeerFacts, Run
 
 SCRIPTS = Path(__file__).parents[1]
 LAST_WORDS_BYTES = 4096
+GOODBYE_S = 3
 
 
 class PeerMissingError(Exception):
@@ -64,8 +66,16 @@ class PeerProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.kill()
-        self._process.communicate()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(GOODBYE_S)  # a worker that is not at work ends by itself, and tidies up
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process.wait()
         self._stderr.close()
 
     def load(self, request: LoadRequest) -> PeerFacts:

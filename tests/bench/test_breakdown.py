@@ -1,29 +1,77 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch._ops import OpOverload
 
-from gptfast.bench.breakdown import HOST, SAMPLING, UNACCOUNTED, measure_breakdown
+from gptfast.bench.breakdown import (
+    HOST,
+    SAMPLING,
+    STEPS_PER_ROUND,
+    UNACCOUNTED,
+    StepTimes,
+    measure_breakdown,
+    summarize_times,
+    time_kernels,
+    time_whole_steps,
+)
 from gptfast.bench.kernels import ATTENTION, POINTWISE, KernelTimer, list_products
+from gptfast.checkpoint import open_checkpoint
 from gptfast.config import SamplingConfig
+from gptfast.loading import load_model
 from gptfast.runner import Runner
 from gptfast.session import Session
+from tests.reference.clock import FakeClock
 
 PRODUCTS = {"attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2", "output"}
 DEPTH = 100
 
 
 def test_every_part_of_a_step_has_its_time(session: Session) -> None:
-    """Eager and compiled: each product, attention, what lies between them, sampling and the host."""
+    """Eager and compiled: each product, attention, what lies between them, sampling, and the host where it can be."""
     breakdown = measure_breakdown(session.runner, DEPTH, SamplingConfig(), time.perf_counter)
     parts = {part.name: part for part in breakdown.parts}
-    assert set(parts) == PRODUCTS | {ATTENTION, POINTWISE, SAMPLING, HOST, UNACCOUNTED}
-    assert [part.name for part in breakdown.parts][-3:] == [SAMPLING, HOST, UNACCOUNTED]
+    last = [SAMPLING, HOST, UNACCOUNTED] if session.runner.is_compiled else [SAMPLING, UNACCOUNTED]
+    assert set(parts) == PRODUCTS | {ATTENTION, POINTWISE, *last}
+    assert [part.name for part in breakdown.parts][-len(last) :] == last
     assert all(parts[name].ms > 0 for name in PRODUCTS | {ATTENTION, POINTWISE, SAMPLING})
     assert sum(part.ms for part in breakdown.parts) == pytest.approx(breakdown.step_ms)
+
+
+def test_medians_are_of_the_steps_after_the_warm_up(eager: Session) -> None:
+    times = StepTimes()
+    time_whole_steps(eager.runner, DEPTH, SamplingConfig(), FakeClock(tick=1.0), times)
+    assert times.whole == [2.0] * STEPS_PER_ROUND
+    assert times.sampling == [1.0] * STEPS_PER_ROUND
+    assert len(time_kernels(eager.runner, DEPTH, FakeClock(tick=1.0))) == STEPS_PER_ROUND
+
+
+def test_what_the_measurements_do_not_agree_on_is_a_row(eager: Session) -> None:
+    times = StepTimes(whole=[0.010, 0.012], sampling=[0.001, 0.001], host=[0.002, 0.002])
+    times.parts |= {"output": [0.004, 0.004], ATTENTION: [0.005, 0.005]}
+    breakdown = summarize_times(times, eager.runner, DEPTH)
+    assert [(part.name, round(part.ms, 6)) for part in breakdown.parts] == [
+        (ATTENTION, 5.0),
+        ("output", 4.0),
+        (SAMPLING, 1.0),
+        (HOST, 2.0),
+        (UNACCOUNTED, -1.0),
+    ]
+    times.host = []
+    without_host = summarize_times(times, eager.runner, DEPTH)
+    assert [(part.name, round(part.ms, 6)) for part in without_host.parts][-2:] == [(SAMPLING, 1.0), (UNACCOUNTED, 1.0)]
+
+
+def test_a_tied_head_is_the_output(family_directory: Callable[[str], Path]) -> None:
+    runner = Runner(load_model(open_checkpoint(family_directory("qwen2"))))
+    assert runner.model.output is None
+    parts = list_parts(runner)
+    assert parts.count("output") == 2  # the row that is looked up, and the product
+    assert parts.count("attention.wqkv") == runner.model.config.n_layers
 
 
 def test_the_bytes_of_the_parts_are_those_of_a_token(eager: Session) -> None:

@@ -5,19 +5,23 @@ import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gptfast.bench import measure, summary
+from gptfast.bench import measure, measurements, summary
 from gptfast.bench.environment import describe_environment
 from gptfast.bench.export import to_csv, to_json
+from gptfast.bench.load import OtherLoad
 from gptfast.bench.measure import check_settings, count_slots, run_benchmark
 from gptfast.bench.phases import PhaseTimer
 from gptfast.bench.results import Bandwidth, BenchmarkResult, Execution, Settings
 from gptfast.bench.statistics import Spread
+from gptfast.decode import prefill
 from gptfast.errors import PromptError, UserError
 from gptfast.generation import Stream
+from gptfast.memory import get_peak_resident_memory
 from gptfast.session import Session, load
 from tests.reference.sessions import ids_of, load_tiny, random_prompt
 
@@ -129,12 +133,75 @@ def test_a_benchmark_leaves_no_text_behind(eager: Session) -> None:
     assert again.result.token_ids == before
 
 
-def test_compilations_during_the_runs_are_seen(eager: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = iter([7, 9])
-    monkeypatch.setattr(measure, "count_compilations", lambda _: next(counts))
+def test_compilations_during_the_runs_are_seen(compiled: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = measure.PrefillRuns.run
+
+    def lose_a_step(runs: Any, session: Session, *arguments: Any) -> None:
+        session.runner._steps.pop((prefill, 32))
+        run(runs, session, *arguments)
+
+    monkeypatch.setattr(measure.PrefillRuns, "run", lose_a_step)
+    result = benchmark(compiled, prompt_lengths=(8,))
+    assert result.execution.recompiles == 3
+    assert any("3 compilations happened during the runs" in note for note in result.notes)
+
+
+def test_everything_is_ready_before_the_runs(compiled: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are made, caches large enough and filled, and every measurement has run once."""
+    events: list[str] = []
+    for kind in (measure.PrefillRuns, measure.DecodeRuns):
+        for method in ("warm_up", "run"):
+            monkeypatch.setattr(kind, method, recording(getattr(kind, method), method, events))
+    filled: list[int] = []
+    fill = measure.fill_caches
+    monkeypatch.setattr(measure, "fill_caches", lambda session, length: (filled.append(length), fill(session, length)))
+    grown: list[int] = []
+    reserve = compiled.runner.reserve
+    monkeypatch.setattr(compiled.runner, "reserve", lambda length: (grown.append(length), reserve(length)))
+    result = benchmark(compiled, depths=(0, 100))
+    assert events == ["warm_up"] * 4 + ["run"] * 12
+    assert filled == [100 + 4 + 1]
+    assert grown[0] == max(grown) == 100 + 4 + 1
+    assert result.execution.recompiles == 0
+
+
+def recording(method: Callable[..., None], name: str, events: list[str]) -> Callable[..., None]:
+    def record(*arguments: Any) -> None:
+        events.append(name)
+        method(*arguments)
+
+    return record
+
+
+def test_end_to_end_runs_sample_as_asked(eager: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[float] = set()
+    stream = measurements.Stream
+
+    def note_sampling(*arguments: Any, **settings: Any) -> Any:
+        seen.add(settings["sampling"].temperature)
+        return stream(*arguments, **settings)
+
+    monkeypatch.setattr(measurements, "Stream", note_sampling)
+    benchmark(eager, temperature=0.7)
+    assert seen == {0.7}
+
+
+def test_the_peak_is_without_the_probe(eager: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptfast.bench.bandwidth.PROBE_BYTES", {"cpu": 2**30})
+    before = get_peak_resident_memory()
     result = benchmark(eager)
-    assert result.execution.recompiles == 2
-    assert any("2 compilations happened during the runs" in note for note in result.notes)
+    assert result.memory.peak_resident_bytes < before + 2**29
+
+
+def test_the_load_of_others_is_seen(tmp_path: Path) -> None:
+    stat = tmp_path / "proc/stat"
+    stat.parent.mkdir()
+    stat.write_text("cpu  100 0 100 800 0 0 0 0 50 0\ncpu0 1 1 1 1\n")
+    load_of_others = OtherLoad(tmp_path)
+    stat.write_text("cpu  100200 0 100 100800 0 0 0 0 50 0\n")
+    share = load_of_others.get_share()
+    assert share == pytest.approx(100_100 / 200_100, rel=0.01)
+    assert OtherLoad(tmp_path / "nowhere").get_share() is None
 
 
 @pytest.mark.parametrize(
@@ -155,7 +222,9 @@ def test_settings_that_measure_nothing_are_refused(changes: dict[str, Any], word
 
 def test_the_cache_holds_what_is_asked_for_and_no_more() -> None:
     assert count_slots(SMALL, 1000, breaks_down=False) == 64 + 5
-    assert count_slots(SMALL, 1000, breaks_down=True) == 64 + 16
+    assert count_slots(SMALL, 1000, breaks_down=True) == 64 + 5
+    assert count_slots(replace(SMALL, depths=(64,)), 1000, breaks_down=True) == 64 + 16
+    assert count_slots(replace(SMALL, depths=(0,), prompt_lengths=(1,)), 1000, breaks_down=False) == 1 + 5
     assert count_slots(replace(SMALL, prompt_lengths=(500,)), 1000, breaks_down=False) == 501
     assert count_slots(replace(SMALL, depths=(995,)), 1000, breaks_down=False) == 1000
     with pytest.raises(PromptError, match="5 tokens after a depth of 996 do not fit the model's context of 1000"):
@@ -168,8 +237,9 @@ def note(eager: Session, *, cache_bytes: int | None = 0, drift: float = 0.0, **e
     environment = replace(describe_environment(eager.runner.device, 1), last_level_cache_bytes=cache_bytes)
     bandwidth = Bandwidth(1, Spread(1, 1, 1, 1), Spread(1, 1, 1, 1), 1.0, drift)
     facts: dict[str, Any] = {"compiled": True, "compile_kind": "cached", "cuda_graphs": False, "recompiles": 0}
+    facts["other_load"] = 0.0
     decode = [replace(benchmark(eager).decode[0], bytes_per_step=1000)]
-    return "\n".join(summary.write_notes(eager.runner, environment, Execution(**facts | execution), bandwidth, decode))
+    return "\n".join(summary.write_notes(eager, environment, Execution(**facts | execution), bandwidth, decode))
 
 
 def test_notes_say_what_a_reader_must_know(eager: Session) -> None:
@@ -180,6 +250,8 @@ def test_notes_say_what_a_reader_must_know(eager: Session) -> None:
     assert "up to 30% of a step's bytes fit into the last-level cache" in note(eager, cache_bytes=300)
     assert "up to 100% of a step's bytes" in note(eager, cache_bytes=3000)
     assert "1 compilations" in note(eager, recompiles=1)
+    assert note(eager, other_load=0.04) == note(eager, other_load=None) == ""
+    assert "used 30% of the processors" in note(eager, other_load=0.3)
 
 
 def test_csv_has_a_row_per_measurement_with_all_that_tells_it_apart(eager: Session) -> None:

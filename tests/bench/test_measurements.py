@@ -89,7 +89,9 @@ def test_warming_up_is_not_counted(eager: Session, calls: CountingRunner) -> Non
     prefill, decode = PrefillRuns(random_prompt(70)), DecodeRuns(20, 64, random_prompt(100))
     prefill.warm_up(eager, GREEDY, FakeClock())
     decode.warm_up(eager, GREEDY, FakeClock())
-    assert len(calls.positions) == 16
+    kernel_steps, last, tokens = calls.positions[:8], calls.positions[8], calls.positions[9:]
+    assert kernel_steps == tokens == list(range(20, 28))
+    assert last == 84
     assert [prefill.steps_s, prefill.ttft_s, decode.steps_s, decode.tokens_s] == [[], [], [], []]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gptfast.errors import UserError
 from gptfast.evaluation.statistics import Estimate, estimate_mean, exponentiate
 
 
@@ -58,3 +59,8 @@ def test_one_window_has_no_error() -> None:
 def test_the_exponential_has_the_error_of_the_delta_method() -> None:
     assert exponentiate(Estimate(math.log(8), 0.25)) == Estimate(pytest.approx(8), pytest.approx(2))
     assert exponentiate(Estimate(0, None)) == Estimate(1, None)
+
+
+def test_an_exponential_that_is_too_large_is_refused() -> None:
+    with pytest.raises(UserError, match="800 nats per token"):
+        exponentiate(Estimate(800.0, 1.0))
