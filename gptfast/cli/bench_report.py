@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from gptfast.bench.breakdown import HOST, SAMPLING, UNACCOUNTED
 from gptfast.bench.environment import Environment
 from gptfast.bench.results import BenchmarkResult, Breakdown, DecodeResult, ModelFacts, Phases
@@ -32,22 +34,22 @@ def format_head(result: BenchmarkResult) -> str:
         how += ", CUDA graphs" if result.execution.cuda_graphs else ""
     return "\n".join(
         [
-            f"{describe_model(result.model)}, {how}",
-            describe_environment(result.environment),
+            f"{format_model(result.model)}, {how}",
+            format_environment(result.environment),
             f"{result.date}, {settings.repeats} runs in turn after a warm-up, batch size {settings.batch_size}; "
             "medians (10 % to 90 % of the runs)",
         ]
     )
 
 
-def describe_model(model: ModelFacts) -> str:
+def format_model(model: ModelFacts) -> str:
     """Name, size and precision in a line."""
     drawn = ", random weights" if model.random_weights else ""
     quantized = "" if model.quantization == "none" else f" with {model.quantization} weights"
     return f"{model.name}{drawn}, {model.parameters / 1e6:,.1f} M parameters, {model.dtype}{quantized}"
 
 
-def describe_environment(environment: Environment) -> str:
+def format_environment(environment: Environment) -> str:
     """Machine and software in a line."""
     threads = f"{environment.threads} threads, " if environment.device == "cpu" else ""
     commit = ""
@@ -143,9 +145,10 @@ def format_foot(result: BenchmarkResult) -> str:
 
 def format_phases(phases: Phases) -> str:
     """The benchmark's own time by phase."""
-    names = ("import", "load", "compile", "probe", "warm_up", "prefill", "decode", "end_to_end", "breakdown", "other")
-    parts = [f"{name.replace('_', ' ')} {getattr(phases, f'{name}_s'):.1f}" for name in names]
-    return f"{', '.join(parts)}: {phases.wall_s:.1f} s"
+    seconds = dataclasses.asdict(phases)
+    wall_s = seconds.pop("wall_s")
+    parts = [f"{name.removesuffix('_s').replace('_', ' ')} {value:.1f}" for name, value in seconds.items()]
+    return f"{', '.join(parts)}: {wall_s:.1f} s"
 
 
 def format_spread(spread: Spread, digits: int) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import signal
 import textwrap
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -56,10 +59,22 @@ def command(as_json: bool, **settings: Any) -> None:
 
     options = StartupSettings(**settings)
     check_settings(options)
-    result = measure_startup(options, lambda message: click.echo(message, err=True))
+    with ends_as_by_ctrl_c():
+        result = measure_startup(options, lambda message: click.echo(message, err=True))
     click.echo(format_result(result))
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result)))
+
+
+@contextlib.contextmanager
+def ends_as_by_ctrl_c() -> Iterator[None]:
+    """Within, a request to end is answered as Ctrl-C is, lest a process that compiles outlives this one."""
+    handlers = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def check_settings(settings: StartupSettings) -> None:
@@ -74,12 +89,12 @@ def check_settings(settings: StartupSettings) -> None:
 
 def format_result(result: StartupResult) -> str:
     """What was started and where, the table of seconds, and the notes."""
-    from gptfast.cli.bench_report import describe_environment
+    from gptfast.cli.bench_report import format_environment
 
     compiled = "compiled" if result.settings.compile else "eager"
     lines = [
         f"{result.model}, {result.dtype}, {compiled}, prompt of {result.settings.prompt_tokens} tokens",
-        describe_environment(result.environment),
+        format_environment(result.environment),
         "",
         format_parts(result),
         "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import json
 import math
@@ -201,12 +202,20 @@ def describe_session(session: Session) -> dict[str, Any]:
     """What ran, and on what: the fields that both commands print."""
     import torch
 
+    from gptfast.bench.environment import describe_environment
+
+    environment = describe_environment(session.runner.device, torch.get_num_threads())
     return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "checkpoint": str(session.checkpoint.path),
-        "device": session.runner.device.type,
+        "device": environment.device,
+        "device_name": environment.device_name,
         "dtype": session.dtype,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "compiled": session.runner.is_compiled,
+        "threads": environment.threads,
+        "torch": environment.torch,
+        "gptfast": environment.gptfast,
+        "commit": environment.commit,
     }
 
 

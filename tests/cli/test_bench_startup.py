@@ -111,3 +111,16 @@ def test_ctrl_c_ends_the_started_process_and_removes_its_cache(model: Path, tmp_
     assert process.returncode == 130
     assert stdout == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_request_to_end_takes_the_started_process_along(model: Path, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    arguments = ("-m", "gptfast", "bench", "startup", "--checkpoint", model, "--no-compile", "--repeats", 50)
+    with start_process(*arguments, TMPDIR=str(temporary)) as process:
+        assert process.stderr is not None
+        while "cold start" not in process.stderr.readline():
+            pass
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 130
+    assert not list(temporary.glob("gptfast-cold-*"))

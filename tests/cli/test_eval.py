@@ -19,7 +19,18 @@ pytestmark = pytest.mark.usefixtures("tiny_cache")
 
 FLAGS = ("--dtype", "float32", "--threads", 1)
 TEXT = "Once upon a time, there was a little girl. She loved to play in the park with her dog. " * 20
-MODEL_FIELDS = {"checkpoint", "device", "dtype", "threads", "torch"}
+MODEL_FIELDS = {
+    "date",
+    "checkpoint",
+    "device",
+    "device_name",
+    "dtype",
+    "compiled",
+    "threads",
+    "torch",
+    "gptfast",
+    "commit",
+}
 TEXT_FIELDS = {"text", "text_sha256", "text_tokens", "tokens"}
 WINDOW_FIELDS = {"window_tokens", "stride_tokens", "windows", "scored_tokens"}
 ESTIMATES = {"nll_nats_per_token", "perplexity"}
