@@ -172,8 +172,8 @@ def write_notes(
         )
     if bandwidth.drift > LARGEST_DRIFT:
         notes.append(
-            f"the read bandwidth drifted by {bandwidth.drift:.0%} during the run: the machine was not quiet, "
-            "and the figures are of different moments"
+            f"the read bandwidth drifted by {bandwidth.drift:.0%} between the probes, so the machine did not stay the "
+            "same: the shares are of the higher one, and other runs may differ by more than the spreads"
         )
     cache_bytes = environment.last_level_cache_bytes or 0
     cached = cache_bytes / min(result.bytes_per_step for result in decode)
