@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gptfast import runner as runner_module
 from gptfast.compilation import CompilationError, compile_step
 from gptfast.errors import PromptError
+from gptfast.memory import get_resident_memory
 from gptfast.runner import PREFILL_CHUNKS, CompileStatistics, Runner, plan_chunks, round_up
 from gptfast.session import Session
 from tests.reference.families import FAMILIES, random_tokens
@@ -298,11 +299,6 @@ def test_a_machine_that_cannot_compile_runs_eagerly_and_says_so(
     ]
 
 
-def read_resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
-
-
 @pytest.mark.slow
 def test_memory_and_compilations_stay_flat_over_200_prompts(compiled: Session) -> None:
     generator = random.Random(0)
@@ -311,10 +307,10 @@ def test_memory_and_compilations_stay_flat_over_200_prompts(compiled: Session) -
         read(compiled.runner, random_prompt(generator.randint(1, 2000), seed=number)[:2000], n_steps=0)
         if number == 50:
             gc.collect()
-            warm = read_resident_bytes()
+            warm = get_resident_memory()
     gc.collect()
     assert count_compilations(compiled.runner.compile_statistics) == before
-    assert read_resident_bytes() < warm + 20e6
+    assert get_resident_memory() < warm + 20e6
 
 
 # Logits after every token

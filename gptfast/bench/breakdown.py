@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gptfast.bench.kernels import ATTENTION, KernelTimer, TimedCall, list_products
+from gptfast.bench.measurements import make_tokens
 from gptfast.bench.phases import Clock
 from gptfast.bench.results import Breakdown, StepPart
 from gptfast.bench.roofline import count_kv_bytes
@@ -125,11 +126,6 @@ def time_kernels(runner: Runner, depth: int, clock: Clock) -> list[tuple[float, 
             runner.decode(tokens, depth + number)
             steps.append((clock() - start, timer.take_calls()))
     return steps[WARM_UP_STEPS:]
-
-
-def make_tokens(runner: Runner) -> torch.Tensor:
-    """(B,) int64: which tokens they are makes no difference."""
-    return torch.zeros(runner.batch_size, dtype=torch.int64, device=runner.device)
 
 
 def count_part_bytes(runner: Runner, part: str, depth: int) -> int:

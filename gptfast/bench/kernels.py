@@ -75,6 +75,7 @@ class KernelTimer:
 
     def _wrap_generated_kernels(self, stack: contextlib.ExitStack) -> None:
         from torch._inductor.codecache import PyCodeCache
+        from torch._inductor.select_algorithm import extern_kernels
 
         for module in PyCodeCache.modules:
             for name, kernel in list(vars(module).items()):
@@ -83,20 +84,13 @@ class KernelTimer:
                     owner, attribute = (kernel, "run") if hasattr(kernel, "run") else (module, name)
                     wrapped = self._wrap(name, getattr(owner, attribute))
                     stack.enter_context(patch.object(owner, attribute, wrapped))
-            if hasattr(module, "extern_kernels"):
-                self._wrap_library_products(stack, module.extern_kernels)
-
-    def _wrap_library_products(self, stack: contextlib.ExitStack, kernels: Any) -> None:
-        for name in ("mm", "addmm", "bmm", "baddbmm"):
-            kernel = getattr(kernels, name)
-            if not hasattr(kernel, "is_timed"):  # all modules share them
-                stack.enter_context(patch.object(kernels, name, self._wrap(name, kernel)))
+        for name in ("mm", "addmm", "bmm", "baddbmm"):  # the library's products, which all modules share
+            stack.enter_context(patch.object(extern_kernels, name, self._wrap(name, getattr(extern_kernels, name))))
 
     def _wrap(self, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             return self._time(name, kernel, *args, **kwargs)
 
-        call.is_timed = True  # type: ignore[attr-defined]
         return call
 
     def _wrap_operator(self, call_operator: Callable[..., Any]) -> Callable[..., Any]:

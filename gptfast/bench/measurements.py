@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from gptfast.bench.phases import Clock, PhaseTimer
 from gptfast.config import SamplingConfig
 from gptfast.generation import Stream
+from gptfast.runner import Runner
 from gptfast.session import Session
 
 WARM_UP_STEPS = 8
@@ -91,13 +93,18 @@ def time_first_token(session: Session, prompt: list[int], sampling: SamplingConf
 def time_steps(session: Session, depth: int, count: int, clock: Clock) -> list[float]:
     """Seconds of each of `count` decode steps, nothing else, the first with `depth` tokens in the cache."""
     runner = session.runner
-    tokens = torch.zeros(runner.batch_size, dtype=torch.int64, device=runner.device)
+    tokens = make_tokens(runner)
     seconds = []
     for position in range(depth, depth + count):
         start = clock()
         runner.decode(tokens, position)
         seconds.append(clock() - start)
     return seconds
+
+
+def make_tokens(runner: Runner) -> Tensor:
+    """(B,) int64: which tokens they are makes no difference."""
+    return torch.zeros(runner.batch_size, dtype=torch.int64, device=runner.device)
 
 
 def time_tokens(

@@ -112,8 +112,7 @@ def draw_title(figure: Figure, result: BenchmarkResult) -> None:
 def describe_model(result: BenchmarkResult) -> str:
     """Name, precision and batch size."""
     model = result.model
-    weights = "" if model.quantization == "none" else f" with {model.quantization} weights"
-    return f"{model.name}, {model.dtype}{weights}, batch size {result.settings.batch_size}"
+    return f"{model.name}, {model.precision}, batch size {result.settings.batch_size}"
 
 
 def describe_machine(environment: Environment) -> str:

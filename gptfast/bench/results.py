@@ -35,6 +35,11 @@ class ModelFacts:
     weight_bytes_per_token: int
     kv_bytes_per_token: int
 
+    @property
+    def precision(self) -> str:
+        """The dtype, and how the weights are stored where that is something else."""
+        return self.dtype if self.quantization == "none" else f"{self.dtype} with {self.quantization} weights"
+
 
 @dataclass(frozen=True)
 class Settings:

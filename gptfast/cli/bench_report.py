@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from gptfast.bench.breakdown import HOST, SAMPLING, UNACCOUNTED
 from gptfast.bench.environment import Environment
 from gptfast.bench.results import BenchmarkResult, Breakdown, DecodeResult, ModelFacts, Phases
 from gptfast.bench.statistics import Spread
 from gptfast.cli.tables import format_table
-
-WITHOUT_BYTES = (SAMPLING, HOST, UNACCOUNTED)
 
 
 def format_benchmark(result: BenchmarkResult) -> str:
@@ -45,8 +42,7 @@ def format_head(result: BenchmarkResult) -> str:
 def format_model(model: ModelFacts) -> str:
     """Name, size and precision in a line."""
     drawn = ", random weights" if model.random_weights else ""
-    quantized = "" if model.quantization == "none" else f" with {model.quantization} weights"
-    return f"{model.name}{drawn}, {model.parameters / 1e6:,.1f} M parameters, {model.dtype}{quantized}"
+    return f"{model.name}{drawn}, {model.parameters / 1e6:,.1f} M parameters, {model.precision}"
 
 
 def format_environment(environment: Environment) -> str:
