@@ -1,0 +1,111 @@
+"""Matrices as small integers: the form that readers and rounding produce and that kernels pack their weights from.
+
+Shapes: N out_features, K in_features, G groups of `group_size` consecutive inputs of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SUPER_BLOCK = 256
+"""Inputs that share a super scale in llama.cpp's K-quants."""
+
+
+@dataclass(frozen=True)
+class WeightScheme:
+    """How a matrix is rounded.
+
+    Attributes:
+        bits: 4 or 8.
+        group_size: inputs that share a scale; None for one scale per output channel.
+        symmetric: whether zero is the middle code; else every group has a zero of its own.
+    """
+
+    bits: int
+    group_size: int | None
+    symmetric: bool = True
+
+    def describe(self) -> str:
+        """Its name in reports: `int4 g32`, `int8 channel`, `int4 g64 asymmetric`."""
+        group = "channel" if self.group_size is None else f"g{self.group_size}"
+        return f"int{self.bits} {group}{'' if self.symmetric else ' asymmetric'}"
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A matrix (N, K): w[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g] + mins[n, g] with g = k // group_size.
+
+    Attributes:
+        codes: (N, K) int8. Of 4 bits: -8 to 7 where there are neither zeros nor mins, else 0 to 15.
+        scales: (N, G) float32.
+        bits: of a code: 4, 6 or 8.
+        zeros: (N, G) int8, in the codes' range, or None for 0.
+        mins: (N, G) float32, or None for 0; never beside zeros.
+        super_scales: (N, K / 256) float32 of llama.cpp's K-quants, whose `scales` are small integers times these.
+        super_mins: (N, K / 256) float32, the same of their `mins`.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    bits: int
+    zeros: Tensor | None = None
+    mins: Tensor | None = None
+    super_scales: Tensor | None = None
+    super_mins: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        rows, columns = self.codes.shape
+        return rows, columns
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale; K where a row has one."""
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    def compute_mins(self) -> Tensor | None:
+        """(N, G) float32 with w = codes * scales + mins, whether the matrix has zeros or mins; None if it has neither.
+
+        A zero times a scale of at most 16 significant bits, as any that is stored in bfloat16 or float16, is exact.
+        """
+        return self.mins if self.zeros is None else -(self.zeros.float() * self.scales)
+
+    def dequantize(self) -> Tensor:
+        """The matrix (N, K) in float32."""
+        rows, groups = self.scales.shape
+        values = self.codes.view(rows, groups, -1).float()
+        if self.zeros is not None:
+            values -= self.zeros[..., None]
+        values *= self.scales[..., None]
+        if self.mins is not None:
+            values += self.mins[..., None]
+        return values.view(self.shape)
+
+    def select_rows(self, rows: slice | Tensor) -> QuantizedWeight:
+        """Some of its rows, in that order."""
+        return QuantizedWeight(
+            **{
+                name: value[rows] if isinstance(value, torch.Tensor) else value
+                for name, value in vars(self).items()
+            }
+        )
+
+
+def join_rows(parts: list[QuantizedWeight]) -> QuantizedWeight | None:
+    """One matrix of the rows of all, or None where they are not rounded alike and no exact one exists."""
+    first = parts[0]
+    fields = ("codes", "scales", "zeros", "mins", "super_scales", "super_mins")
+    for part in parts[1:]:
+        if part.bits != first.bits or part.group_size != first.group_size:
+            return None
+        if any((getattr(part, name) is None) != (getattr(first, name) is None) for name in fields):
+            return None
+    joined = {
+        name: None if getattr(first, name) is None else torch.cat([getattr(part, name) for part in parts])
+        for name in fields
+    }
+    return QuantizedWeight(bits=first.bits, **joined)
