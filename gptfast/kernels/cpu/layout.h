@@ -1,0 +1,67 @@
+// How a matrix lies in memory for the kernels.
+//
+// Rows are taken 16 at a time, a strip; a strip is one run of bytes that a thread reads from its start to its end:
+//
+//   codes    of every 32 inputs a block. A 32-bit lane belongs to a row and holds four consecutive inputs of it (two
+//            of 16 bits, one of 32), so scales are vectors over rows and no sum is ever taken across lanes.
+//   scales   of every group a vector of 16
+//   mins     the same, if there are any
+//   super scales and super mins   of every 256 inputs a vector of 16, in llama.cpp's K-quants
+//
+// Rows are padded to 16 and inputs to 32 with zeros.
+#pragma once
+
+#include <cstdint>
+
+namespace gptfast {
+
+constexpr int STRIP = 16;        // rows
+constexpr int BLOCK = 32;        // inputs
+constexpr int SUPER_BLOCK = 256; // inputs
+constexpr int64_t HEADER_BYTES = 64;
+constexpr uint32_t MAGIC = 0x67707466;
+
+enum class Codes : int32_t { FLOAT32, FLOAT16, BFLOAT16, INT4, INT6, INT8 };
+enum class ScaleType : int32_t { NONE, HALF, SINGLE, SUPER };  // SUPER: bytes, times a half per 256 inputs
+
+constexpr int64_t get_block_bytes(Codes codes) {
+  switch (codes) {
+    case Codes::FLOAT32: return BLOCK * STRIP * 4;
+    case Codes::FLOAT16:
+    case Codes::BFLOAT16: return BLOCK * STRIP * 2;
+    case Codes::INT8: return BLOCK * STRIP;
+    case Codes::INT6: return BLOCK * STRIP * 3 / 4;
+    case Codes::INT4: return BLOCK * STRIP / 2;
+  }
+  return 0;
+}
+
+// The first bytes of a packed matrix, which say all about the rest.
+struct Header {
+  uint32_t magic;
+  Codes codes;
+  ScaleType scale_type;
+  int32_t has_mins;
+  int64_t rows, columns, group_size;
+
+  bool is_quantized() const { return scale_type != ScaleType::NONE; }
+  int64_t strips() const { return (rows + STRIP - 1) / STRIP; }
+  int64_t blocks() const { return (columns + BLOCK - 1) / BLOCK; }
+  int64_t padded_columns() const { return blocks() * BLOCK; }
+  // A group as long as a row covers its padding too.
+  int64_t groups() const { return is_quantized() ? (columns + group_size - 1) / group_size : 0; }
+  int64_t super_blocks() const { return scale_type == ScaleType::SUPER ? columns / SUPER_BLOCK : 0; }
+  int64_t scale_bytes() const { return scale_type == ScaleType::SINGLE ? 4 : scale_type == ScaleType::HALF ? 2 : 1; }
+
+  int64_t scales_at() const { return blocks() * get_block_bytes(codes); }
+  int64_t mins_at() const { return scales_at() + groups() * STRIP * scale_bytes(); }
+  int64_t super_scales_at() const { return mins_at() + (has_mins ? groups() * STRIP * scale_bytes() : 0); }
+  int64_t super_mins_at() const { return super_scales_at() + super_blocks() * STRIP * 2; }
+  int64_t strip_bytes() const {
+    int64_t end = super_mins_at() + (has_mins ? super_blocks() * STRIP * 2 : 0);
+    return (end + 63) / 64 * 64;
+  }
+  int64_t total_bytes() const { return HEADER_BYTES + strips() * strip_bytes(); }
+};
+
+}  // namespace gptfast

@@ -1,0 +1,299 @@
+// Products with packed matrices: `linear`, and `embedding`, which looks up rows of one.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "ops.h"
+#include "product.h"
+
+namespace gptfast {
+
+using StripProduct = void (*)(const Header&, const uint8_t*, const Inputs&, float*);
+
+// Beyond this many rows of inputs, weights are expanded a slice at a time for the library's product, which is faster
+// there; rounded inputs have no such limit.
+constexpr int64_t MOST_EXACT_ROWS = 16;
+constexpr int64_t EXPANDED_BYTES = 4 << 20;
+
+Header read_header(const at::Tensor& packed) {
+  TORCH_CHECK_VALUE(packed.scalar_type() == at::kByte && packed.dim() == 1 && packed.is_contiguous() &&
+                        packed.numel() >= HEADER_BYTES,
+                    "a packed matrix is a vector of bytes, as gptfast.kernels.packing makes it");
+  Header header;
+  std::memcpy(&header, packed.const_data_ptr(), sizeof(header));
+  TORCH_CHECK_VALUE(header.magic == MAGIC && header.total_bytes() == packed.numel(),
+                    "the packed matrix is damaged or was packed by another version");
+  return header;
+}
+
+template <int M>
+StripProduct choose_product(const Header& header, bool rounds_inputs) {
+  switch (header.codes) {
+    case Codes::FLOAT32: return multiply_dense<Codes::FLOAT32, M>;
+    case Codes::FLOAT16: return multiply_dense<Codes::FLOAT16, M>;
+    case Codes::BFLOAT16: return multiply_dense<Codes::BFLOAT16, M>;
+    case Codes::INT4: return rounds_inputs ? multiply_rounded<Codes::INT4, M> : multiply_exact<Codes::INT4, M>;
+    case Codes::INT6: return rounds_inputs ? multiply_rounded<Codes::INT6, M> : multiply_exact<Codes::INT6, M>;
+    case Codes::INT8: return rounds_inputs ? multiply_rounded<Codes::INT8, M> : multiply_exact<Codes::INT8, M>;
+  }
+  return nullptr;
+}
+
+// The product for `rows` of inputs or a few more.
+StripProduct choose_product(const Header& header, bool rounds_inputs, int64_t& rows) {
+  if (rows > 6) return rows = 8, choose_product<8>(header, rounds_inputs);
+  if (rows > 4) return rows = 6, choose_product<6>(header, rounds_inputs);
+  if (rows > 2) return rows = 4, choose_product<4>(header, rounds_inputs);
+  if (rows > 1) return rows = 2, choose_product<2>(header, rounds_inputs);
+  return choose_product<1>(header, rounds_inputs);
+}
+
+// Memory for one call, kept by its thread for the next one. Every piece starts a cache line.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) {
+    thread_local std::vector<uint8_t> memory;
+    if (int64_t(memory.size()) < bytes + 64) memory.resize(bytes + 64);
+    next_ = (uint8_t*)((uintptr_t(memory.data()) + 63) / 64 * 64);
+  }
+  template <class T>
+  T* take(int64_t count) {
+    T* piece = (T*)next_;
+    next_ += round_up(count * int64_t(sizeof(T)));
+    return piece;
+  }
+  static int64_t round_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+ private:
+  uint8_t* next_;
+};
+
+// Fill what the kernels need of one block of one row: its values in float, their sum, and rounded ones.
+template <class T>
+GPTFAST_INLINE void prepare_block(const T* x, int64_t count, float* values, float* sum) {
+  float total = 0;
+  for (int k = 0; k < BLOCK; ++k) {
+    values[k] = k < count ? float(x[k]) : 0.0f;
+    total += values[k];
+  }
+  *sum = total;
+}
+
+// Round to -127 .. 127 by the largest magnitude, as llama.cpp's Q8_0 does; a NaN makes the scale NaN.
+GPTFAST_INLINE void round_block(const float* values, int8_t* codes, float* scale, int32_t* code_sums) {
+  vint most = {};
+  for (int k = 0; k < BLOCK; k += W) {
+    // As integers, magnitudes are in the order of the floats, with infinity and NaN above all.
+    vint magnitude = load<vint>(values + k) & 0x7fffffff;
+    most = magnitude > most ? magnitude : most;
+  }
+  int32_t most_bits = 0;
+  for (int lane = 0; lane < W; ++lane) most_bits = std::max(most_bits, most[lane]);
+  float largest;
+  std::memcpy(&largest, &most_bits, 4);
+  *scale = largest / 127.0f;
+  const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+  for (int half = 0; half < 2; ++half) {
+    vint sum = {};
+    for (int k = half * BLOCK / 2; k < (half + 1) * BLOCK / 2; k += W) {
+      // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
+      vint code = (vint)(load<vfloat>(values + k) * inverse + 12582912.0f) - 0x4b400000;
+      sum += code;
+      typedef int8_t bytes __attribute__((vector_size(W)));
+      store(codes + k, __builtin_convertvector(code, bytes));
+    }
+    code_sums[half] = 0;
+    for (int lane = 0; lane < W; ++lane) code_sums[half] += sum[lane];
+  }
+}
+
+template <class T>
+void write_row(T* y, const float* sums, const float* bias, int64_t count) {
+  for (int64_t n = 0; n < count; ++n) y[n] = T(sums[n] + (bias ? bias[n] : 0.0f));
+}
+
+// x (rows, columns) times the transposed matrix; one team of threads prepares the inputs and then shares the strips.
+template <class T>
+void multiply_strips(const Header& header, const uint8_t* packed, const T* x, int64_t rows, const float* bias, T* y,
+                     bool rounds_inputs) {
+  const int64_t columns = header.padded_columns(), blocks = header.blocks(), strips = header.strips();
+  // The kernels come for a few counts of rows only; the rows beyond are zeros, and their sums are not looked at.
+  const int64_t padded_rows = (rows + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS;
+  Scratch scratch(Scratch::round_up(padded_rows * columns * 4) + Scratch::round_up(padded_rows * columns) +
+                  2 * Scratch::round_up(padded_rows * blocks * 4) + Scratch::round_up(padded_rows * blocks * 8));
+  float* values = scratch.take<float>(padded_rows * columns);
+  float* value_sums = scratch.take<float>(padded_rows * blocks);
+  int8_t* codes = scratch.take<int8_t>(padded_rows * columns);
+  float* scales = scratch.take<float>(padded_rows * blocks);
+  int32_t* code_sums = scratch.take<int32_t>(padded_rows * blocks * 2);
+  const Inputs inputs{values, columns, value_sums, codes, scales, code_sums, blocks};
+
+  const int threads = at::get_num_threads();
+  // Enough pieces that a thread which lost its core holds the others up for a small part only.
+  const int64_t strips_at_once = std::clamp<int64_t>(strips / (threads * 8), 1, 16);
+  const uint8_t* first_strip = packed + HEADER_BYTES;
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(static)
+    for (int64_t index = 0; index < rows * blocks; ++index) {
+      const int64_t row = index / blocks, block = index % blocks, at = row * columns + block * BLOCK;
+      prepare_block(x + row * header.columns + block * BLOCK, header.columns - block * BLOCK, values + at,
+                    value_sums + index);
+      if (rounds_inputs) round_block(values + at, codes + at, scales + index, code_sums + 2 * index);
+    }
+#pragma omp for schedule(dynamic) nowait
+    for (int64_t start = 0; start < strips; start += strips_at_once) {
+      const int64_t end = std::min(start + strips_at_once, strips);
+      float sums[MOST_ROWS * STRIP];
+      for (int64_t row = 0; row < rows; row += MOST_ROWS) {
+        const int64_t wanted = std::min<int64_t>(rows - row, MOST_ROWS);
+        int64_t computed = wanted;
+        const StripProduct product = choose_product(header, rounds_inputs, computed);
+        const Inputs some = inputs.at_row(row);
+        for (int64_t strip = start; strip < end; ++strip) {
+          product(header, first_strip + strip * header.strip_bytes(), some, sums);
+          const int64_t n = strip * STRIP, count = std::min<int64_t>(STRIP, header.rows - n);
+          for (int64_t m = 0; m < wanted; ++m) {
+            write_row(y + (row + m) * header.rows + n, sums + m * STRIP, bias ? bias + n : nullptr, count);
+          }
+        }
+      }
+    }
+  }
+}
+
+template <class T>
+GPTFAST_INLINE void store_as(T* target, vfloat value) {
+  if constexpr (std::is_same_v<T, float>) {
+    store(target, value);
+  } else {
+    for (int lane = 0; lane < W; ++lane) target[lane] = T(value[lane]);
+  }
+}
+
+// The strip's matrix, transposed: element (k, row) goes to target[k * stride + row].
+template <Codes CODES, class T>
+void expand_strip(const Header& header, const uint8_t* strip, T* target, int64_t stride) {
+  const uint8_t* block = strip;
+  if constexpr (CODES <= Codes::BFLOAT16) {
+    for (int64_t b = 0; b < header.blocks(); ++b, block += get_block_bytes(CODES)) {
+      const int64_t count = std::min<int64_t>(BLOCK, header.columns - b * BLOCK);
+      for (int64_t k = 0; k < count; ++k) {
+        for (int part = 0; part < PARTS; ++part) {
+          store_as(target + (b * BLOCK + k) * stride + part * W, load_weights<CODES>(block, k, part));
+        }
+      }
+    }
+  } else {
+    const ScaleReader scales = ScaleReader::of_scales(header, strip), mins = ScaleReader::of_mins(header, strip);
+    const vfloat offset = broadcast(float(get_offset<CODES>(header)));
+    for (int64_t b = 0; b < header.blocks(); ++b, block += get_block_bytes(CODES)) {
+      for (int part = 0; part < PARTS; ++part) {
+        for (int j = 0; j < 8; ++j) {
+          const vuint codes = unpack<CODES>(block, j, part);
+          const int64_t k = b * BLOCK + 4 * j, group = std::min(k / header.group_size, header.groups() - 1);
+          const vfloat scale = scales.read(group, part);
+          for (int byte = 0; byte < 4 && k + byte < header.columns; ++byte) {
+            vfloat value = (extract<CODES>(codes, byte) - offset) * scale;
+            if (header.has_mins) value += mins.read(group, part);
+            store_as(target + (k + byte) * stride + part * W, value);
+          }
+        }
+      }
+    }
+  }
+}
+
+template <class T>
+void expand_strip(const Header& header, const uint8_t* strip, T* target, int64_t stride) {
+  switch (header.codes) {
+    case Codes::FLOAT32: return expand_strip<Codes::FLOAT32>(header, strip, target, stride);
+    case Codes::FLOAT16: return expand_strip<Codes::FLOAT16>(header, strip, target, stride);
+    case Codes::BFLOAT16: return expand_strip<Codes::BFLOAT16>(header, strip, target, stride);
+    case Codes::INT4: return expand_strip<Codes::INT4>(header, strip, target, stride);
+    case Codes::INT6: return expand_strip<Codes::INT6>(header, strip, target, stride);
+    case Codes::INT8: return expand_strip<Codes::INT8>(header, strip, target, stride);
+  }
+}
+
+// The same product for many rows: a slice of the matrix at a time is expanded and given to the library.
+template <class T>
+void multiply_expanded(const Header& header, const uint8_t* packed, const at::Tensor& x, const at::Tensor& bias,
+                       at::Tensor& y) {
+  const int64_t strip_count = header.strips();
+  const int64_t at_once =
+      std::clamp<int64_t>(EXPANDED_BYTES / (header.columns * STRIP * int64_t(sizeof(T))), 1, strip_count);
+  at::Tensor slice = at::empty({header.columns, at_once * STRIP}, x.options());
+  for (int64_t start = 0; start < strip_count; start += at_once) {
+    const int64_t end = std::min(start + at_once, strip_count);
+    T* target = slice.mutable_data_ptr<T>();
+    at::parallel_for(start, end, 1, [&](int64_t first, int64_t last) {
+      for (int64_t strip = first; strip < last; ++strip) {
+        expand_strip(header, packed + HEADER_BYTES + strip * header.strip_bytes(), target + (strip - start) * STRIP,
+                     at_once * STRIP);
+      }
+    });
+    const int64_t n = start * STRIP, count = std::min(end * STRIP, header.rows) - n;
+    at::Tensor part = at::mm(x, slice.narrow(1, 0, count));
+    if (bias.defined()) part += bias.narrow(0, n, count);
+    y.narrow(1, n, count).copy_(part);
+  }
+}
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                  int64_t out_features, bool rounds_inputs) {
+  const Header header = read_header(packed);
+  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == header.columns && out_features == header.rows, "inputs of shape ",
+                    x.sizes(), " cannot be multiplied with a matrix of ", header.rows, " x ", header.columns);
+  TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
+                    "inputs must be float32 or bfloat16, not ", x.scalar_type());
+  const at::Tensor input = x.contiguous();
+  const int64_t rows = input.numel() / header.columns;
+  auto shape = x.sizes().vec();
+  shape.back() = header.rows;
+  at::Tensor y = at::empty(shape, x.options());
+  const at::Tensor bias_values = bias ? bias->to(at::kFloat).contiguous() : at::Tensor();
+  const float* bias_data = bias ? bias_values.const_data_ptr<float>() : nullptr;
+  const uint8_t* data = packed.const_data_ptr<uint8_t>();
+  rounds_inputs = rounds_inputs && header.is_quantized();
+  const bool is_float = x.scalar_type() == at::kFloat;
+  if (rows > MOST_EXACT_ROWS && !rounds_inputs) {
+    at::Tensor matrix = input.view({rows, header.columns}), result = y.view({rows, header.rows});
+    is_float ? multiply_expanded<float>(header, data, matrix, bias_values, result)
+             : multiply_expanded<at::BFloat16>(header, data, matrix, bias_values, result);
+  } else if (is_float) {
+    multiply_strips(header, data, input.const_data_ptr<float>(), rows, bias_data, y.mutable_data_ptr<float>(),
+                    rounds_inputs);
+  } else {
+    multiply_strips(header, data, input.const_data_ptr<at::BFloat16>(), rows, bias_data,
+                    y.mutable_data_ptr<at::BFloat16>(), rounds_inputs);
+  }
+  return y;
+}
+
+at::Tensor embedding(const at::Tensor& tokens, const at::Tensor& packed, int64_t dim, at::ScalarType dtype) {
+  const Header header = read_header(packed);
+  TORCH_CHECK_VALUE(dim == header.columns, "the packed embedding has rows of ", header.columns, ", not of ", dim);
+  const at::Tensor indices = tokens.contiguous();
+  auto shape = tokens.sizes().vec();
+  shape.push_back(dim);
+  at::Tensor y = at::empty(shape, packed.options().dtype(at::kFloat));
+  std::vector<float> strip(header.columns * STRIP);
+  for (int64_t i = 0; i < indices.numel(); ++i) {
+    const int64_t token = indices.const_data_ptr<int64_t>()[i];
+    TORCH_CHECK_INDEX(token >= 0 && token < header.rows, "token ", token, " is not in the vocabulary of ", header.rows);
+    const uint8_t* data = packed.const_data_ptr<uint8_t>() + HEADER_BYTES + token / STRIP * header.strip_bytes();
+    expand_strip(header, data, strip.data(), STRIP);
+    float* row = y.mutable_data_ptr<float>() + i * dim;
+    for (int64_t k = 0; k < dim; ++k) row[k] = strip[k * STRIP + token % STRIP];
+  }
+  return y.to(dtype);
+}
+
+}  // namespace gptfast

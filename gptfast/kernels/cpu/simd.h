@@ -1,0 +1,182 @@
+// Vectors of the machine's width: what the kernels need of them, on AVX-512, AVX2 and anything else.
+//
+// Everything but what stands in this file is written with the compiler's own vector arithmetic, so a new
+// instruction set needs a section here and nothing elsewhere.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace gptfast {
+
+// AVX-512 without VNNI is of no use here: its processors are as fast with AVX2.
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
+#define GPTFAST_AVX512 1
+constexpr int W = 16;
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define GPTFAST_AVX2 1
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+// W lanes of 32 bits, as floats, integers and four bytes each.
+typedef float vfloat __attribute__((vector_size(4 * W)));
+typedef int32_t vint __attribute__((vector_size(4 * W)));
+typedef uint32_t vuint __attribute__((vector_size(4 * W)));
+
+#define GPTFAST_INLINE inline __attribute__((always_inline))
+
+template <class V>
+GPTFAST_INLINE V load(const void* source) {
+  V vector;
+  std::memcpy(&vector, source, sizeof(V));
+  return vector;
+}
+
+template <class V>
+GPTFAST_INLINE void store(void* target, V vector) {
+  std::memcpy(target, &vector, sizeof(V));
+}
+
+GPTFAST_INLINE vfloat broadcast(float value) {
+  return value - vfloat{};
+}
+
+GPTFAST_INLINE vint broadcast(int32_t value) {
+  return value - vint{};
+}
+
+GPTFAST_INLINE vfloat to_float(vint value) {
+  return __builtin_convertvector(value, vfloat);
+}
+
+// a * b + c, rounded once where the machine can.
+GPTFAST_INLINE vfloat multiply_add(vfloat a, vfloat b, vfloat c) {
+#if defined(GPTFAST_AVX512)
+  return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(GPTFAST_AVX2)
+  return (vfloat)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+// W numbers of IEEE half precision.
+GPTFAST_INLINE vfloat load_half(const uint16_t* source) {
+#if defined(GPTFAST_AVX512)
+  return (vfloat)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)source));
+#elif defined(GPTFAST_AVX2)
+  return (vfloat)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)source));
+#else
+  // The exponent is rebiased by a product with 2^112, which is exact for subnormals too.
+  vfloat result;
+  for (int lane = 0; lane < W; ++lane) {
+    uint32_t bits = (source[lane] & 0x7fffu) << 13, sign = (source[lane] & 0x8000u) << 16;
+    float magnitude;
+    std::memcpy(&magnitude, &bits, 4);
+    magnitude *= 0x1p112f;
+    std::memcpy(&bits, &magnitude, 4);
+    bits |= sign;
+    std::memcpy(&magnitude, &bits, 4);
+    result[lane] = magnitude;
+  }
+  return result;
+#endif
+}
+
+// W numbers of bfloat16.
+GPTFAST_INLINE vfloat load_bfloat16(const uint16_t* source) {
+#if defined(GPTFAST_AVX512)
+  return (vfloat)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)source)), 16);
+#elif defined(GPTFAST_AVX2)
+  return (vfloat)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)source)), 16);
+#else
+  vuint bits;
+  for (int lane = 0; lane < W; ++lane) bits[lane] = uint32_t(source[lane]) << 16;
+  return (vfloat)bits;
+#endif
+}
+
+// W bytes, signed or not, as floats.
+template <class Byte>
+GPTFAST_INLINE vfloat load_bytes(const void* source) {
+  typedef Byte bytes __attribute__((vector_size(W)));
+  return __builtin_convertvector(load<bytes>(source), vfloat);
+}
+
+GPTFAST_INLINE uint16_t round_to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (std::isnan(value)) return 0x7fc0;
+  return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// Sums of products of codes with signed bytes, four to a lane: of BITS = 4 and 6 the codes are unsigned, of 8 signed.
+//
+// `start` takes the sum of all inputs and what is to be subtracted from every code; `add` the same four inputs of W
+// rows each time, at most eight times.
+template <int BITS>
+struct DotProduct {
+  vint sum;
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+  GPTFAST_INLINE void start(int32_t input_sum, int32_t offset) {
+    // The instruction takes the first factor as unsigned, so a signed one is raised by 128.
+    sum = broadcast(-input_sum * (BITS == 8 ? 128 : offset));
+  }
+  GPTFAST_INLINE void add(vuint codes, int32_t x) {
+    if constexpr (BITS == 8) codes ^= 0x80808080u;
+#if defined(__AVX512VNNI__)
+    sum = (vint)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
+#else
+    sum = (vint)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(x));
+#endif
+  }
+  GPTFAST_INLINE vint finish() const { return sum; }
+
+#elif defined(GPTFAST_AVX2)
+  // Sixteen bits hold sixteen products of 4-bit codes (16 * 15 * 127 = 30,480), but only two of larger ones.
+  __m256i pairs;
+  GPTFAST_INLINE void start(int32_t input_sum, int32_t offset) {
+    sum = broadcast(BITS == 8 ? 0 : -input_sum * offset);
+    pairs = _mm256_setzero_si256();
+  }
+  GPTFAST_INLINE void add(vuint codes, int32_t x) {
+    __m256i weights = (__m256i)codes, inputs = _mm256_set1_epi32(x);
+    if constexpr (BITS == 8) {
+      // The instruction takes the first factor as unsigned: the weight's magnitude, its sign moved to the input.
+      inputs = _mm256_sign_epi8(inputs, weights);
+      weights = _mm256_abs_epi8(weights);
+    }
+    __m256i products = _mm256_maddubs_epi16(weights, inputs);
+    if constexpr (BITS == 4) {
+      pairs = _mm256_add_epi16(pairs, products);
+    } else {
+      sum += (vint)_mm256_madd_epi16(products, _mm256_set1_epi16(1));
+    }
+  }
+  GPTFAST_INLINE vint finish() const {
+    return BITS == 4 ? sum + (vint)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)) : sum;
+  }
+
+#else
+  GPTFAST_INLINE void start(int32_t input_sum, int32_t offset) {
+    sum = broadcast(BITS == 8 ? 0 : -input_sum * offset);
+  }
+  GPTFAST_INLINE void add(vuint codes, int32_t x) {
+    for (int byte = 0; byte < 4; ++byte) {
+      vint weights = (vint)(codes << (24 - 8 * byte)) >> 24;  // 4 and 6 bits have no sign to extend
+      sum += weights * int32_t(int8_t(uint32_t(x) >> (8 * byte)));
+    }
+  }
+  GPTFAST_INLINE vint finish() const { return sum; }
+#endif
+};
+
+}  // namespace gptfast

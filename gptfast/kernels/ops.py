@@ -1,0 +1,62 @@
+"""The operators of the CPU kernels as functions, with their shapes for the compiler.
+
+Shapes: M rows of inputs, N out_features, K in_features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from gptfast.kernels.build import LIBRARY, BuildError, load_library
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def has_cpu_kernels() -> bool:
+    """Whether the CPU kernels are there; they are built when this is first asked, once on a machine."""
+    try:
+        load_library()
+    except BuildError as error:
+        logger.warning(
+            "%s; until then weights are expanded to the run's dtype, which takes several times the memory and time",
+            error,
+        )
+        return False
+    register_shapes()
+    return True
+
+
+def register_shapes() -> None:
+    """Tell torch.compile what the operators return."""
+
+    @torch.library.register_fake(f"{LIBRARY}::linear")
+    def linear_shape(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int, rounds_inputs: bool) -> Tensor:
+        return x.new_empty(*x.shape[:-1], out_features)
+
+    @torch.library.register_fake(f"{LIBRARY}::embedding")
+    def embedding_shape(tokens: Tensor, packed: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        return packed.new_empty(*tokens.shape, dim, dtype=dtype)
+
+
+def linear(
+    x: Tensor, packed: Tensor, bias: Tensor | None = None, *, out_features: int, rounds_inputs: bool = False
+) -> Tensor:
+    """Activations (..., K) in float32 or bfloat16 times a packed matrix (N, K), plus the bias: (..., N) in x's dtype.
+
+    With `rounds_inputs` and a quantized matrix, x is rounded to int8 in groups of 32, and sums within a group are of
+    integers; else weights are expanded to float32 exactly. Sums are in float32. Up to 16 rows, or with
+    `rounds_inputs` any number, a row's result does not depend on the rows beside it.
+    """
+    result: Tensor = torch.ops.gptfast.linear.default(x, packed, bias, out_features, rounds_inputs)
+    return result
+
+
+def embedding(tokens: Tensor, packed: Tensor, *, dim: int, dtype: torch.dtype) -> Tensor:
+    """Rows `tokens` (...) int64 of a packed matrix (V, dim), expanded: (..., dim) of `dtype`."""
+    result: Tensor = torch.ops.gptfast.embedding.default(tokens, packed, dim, dtype)
+    return result
