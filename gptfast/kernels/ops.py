@@ -42,6 +42,18 @@ def register_shapes() -> None:
     def embedding_shape(tokens: Tensor, packed: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
         return packed.new_empty(*tokens.shape, dim, dtype=dtype)
 
+    @torch.library.register_fake(f"{LIBRARY}::attention")
+    def attention_shape(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_scales: Tensor | None,
+        v_scales: Tensor | None,
+        input_pos: Tensor,
+        sliding_window: int | None,
+    ) -> Tensor:
+        return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
+
 
 def linear(
     x: Tensor, packed: Tensor, bias: Tensor | None = None, *, out_features: int, rounds_inputs: bool = False
@@ -59,4 +71,33 @@ def linear(
 def embedding(tokens: Tensor, packed: Tensor, *, dim: int, dtype: torch.dtype) -> Tensor:
     """Rows `tokens` (...) int64 of a packed matrix (V, dim), expanded: (..., dim) of `dtype`."""
     result: Tensor = torch.ops.gptfast.embedding.default(tokens, packed, dim, dtype)
+    return result
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    input_pos: Tensor,
+    *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Attention of S tokens over the slots of a cache up to their own: (B, S, H * D) in q's dtype.
+
+    Args:
+        q: (B, S, H, D) float32 or bfloat16, contiguous. H is a multiple of the cache's heads K; H / K query heads in
+            a row share one of them.
+        k: (B or more, K, L, D) float32, bfloat16 or int8, the whole buffer; the first B rows are read.
+        v: The same for the values.
+        input_pos: (S,) int64 below L, ascending; token i sees slots 0 to `input_pos[i]`.
+        k_scales: (B or more, K, L, 1) float32, with int8 only: a key is its codes times this.
+        v_scales: The same for the values.
+        sliding_window: How many slots a token sees at most, its own among them.
+
+    Scores are divided by sqrt(D); sums are in float32. A token's result depends neither on the tokens beside it nor
+    on the number of threads.
+    """
+    result: Tensor = torch.ops.gptfast.attention.default(q, k, v, k_scales, v_scales, input_pos, sliding_window)
     return result

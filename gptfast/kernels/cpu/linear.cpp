@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ops.h"
+#include "inputs.h"
 #include "product.h"
 
 namespace gptfast {
@@ -45,71 +46,16 @@ StripProduct choose_product(const Header& header, bool rounds_inputs) {
   return nullptr;
 }
 
-// The product for `rows` of inputs or a few more.
-StripProduct choose_product(const Header& header, bool rounds_inputs, int64_t& rows) {
-  if (rows > 6) return rows = 8, choose_product<8>(header, rounds_inputs);
-  if (rows > 4) return rows = 6, choose_product<6>(header, rounds_inputs);
-  if (rows > 2) return rows = 4, choose_product<4>(header, rounds_inputs);
-  if (rows > 1) return rows = 2, choose_product<2>(header, rounds_inputs);
-  return choose_product<1>(header, rounds_inputs);
-}
-
-// Memory for one call, kept by its thread for the next one. Every piece starts a cache line.
-class Scratch {
- public:
-  explicit Scratch(int64_t bytes) {
-    thread_local std::vector<uint8_t> memory;
-    if (int64_t(memory.size()) < bytes + 64) memory.resize(bytes + 64);
-    next_ = (uint8_t*)((uintptr_t(memory.data()) + 63) / 64 * 64);
-  }
-  template <class T>
-  T* take(int64_t count) {
-    T* piece = (T*)next_;
-    next_ += round_up(count * int64_t(sizeof(T)));
-    return piece;
-  }
-  static int64_t round_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
- private:
-  uint8_t* next_;
-};
-
-// Fill what the kernels need of one block of one row: its values in float, their sum, and rounded ones.
-template <class T>
-GPTFAST_INLINE void prepare_block(const T* x, int64_t count, float* values, float* sum) {
-  float total = 0;
-  for (int k = 0; k < BLOCK; ++k) {
-    values[k] = k < count ? float(x[k]) : 0.0f;
-    total += values[k];
-  }
-  *sum = total;
-}
-
-// Round to -127 .. 127 by the largest magnitude, as llama.cpp's Q8_0 does; a NaN makes the scale NaN.
-GPTFAST_INLINE void round_block(const float* values, int8_t* codes, float* scale, int32_t* code_sums) {
-  vint most = {};
-  for (int k = 0; k < BLOCK; k += W) {
-    // As integers, magnitudes are in the order of the floats, with infinity and NaN above all.
-    vint magnitude = load<vint>(values + k) & 0x7fffffff;
-    most = magnitude > most ? magnitude : most;
-  }
-  int32_t most_bits = 0;
-  for (int lane = 0; lane < W; ++lane) most_bits = std::max(most_bits, most[lane]);
-  float largest;
-  std::memcpy(&largest, &most_bits, 4);
-  *scale = largest / 127.0f;
-  const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
-  for (int half = 0; half < 2; ++half) {
-    vint sum = {};
-    for (int k = half * BLOCK / 2; k < (half + 1) * BLOCK / 2; k += W) {
-      // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
-      vint code = (vint)(load<vfloat>(values + k) * inverse + 12582912.0f) - 0x4b400000;
-      sum += code;
-      typedef int8_t bytes __attribute__((vector_size(W)));
-      store(codes + k, __builtin_convertvector(code, bytes));
-    }
-    code_sums[half] = 0;
-    for (int lane = 0; lane < W; ++lane) code_sums[half] += sum[lane];
+// The product for so many rows of inputs, `Tile::width`.
+StripProduct choose_product(const Header& header, bool rounds_inputs, int64_t rows) {
+  switch (rows) {
+    case 1: return choose_product<1>(header, rounds_inputs);
+    case 2: return choose_product<2>(header, rounds_inputs);
+    case 3: return choose_product<3>(header, rounds_inputs);
+    case 4: return choose_product<4>(header, rounds_inputs);
+    case 5: return choose_product<5>(header, rounds_inputs);
+    case 6: return choose_product<6>(header, rounds_inputs);
+    default: return choose_product<8>(header, rounds_inputs);
   }
 }
 
@@ -122,47 +68,37 @@ void write_row(T* y, const float* sums, const float* bias, int64_t count) {
 template <class T>
 void multiply_strips(const Header& header, const uint8_t* packed, const T* x, int64_t rows, const float* bias, T* y,
                      bool rounds_inputs) {
-  const int64_t columns = header.padded_columns(), blocks = header.blocks(), strips = header.strips();
-  // The kernels come for a few counts of rows only; the rows beyond are zeros, and their sums are not looked at.
-  const int64_t padded_rows = (rows + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS;
-  Scratch scratch(Scratch::round_up(padded_rows * columns * 4) + Scratch::round_up(padded_rows * columns) +
-                  2 * Scratch::round_up(padded_rows * blocks * 4) + Scratch::round_up(padded_rows * blocks * 8));
-  float* values = scratch.take<float>(padded_rows * columns);
-  float* value_sums = scratch.take<float>(padded_rows * blocks);
-  int8_t* codes = scratch.take<int8_t>(padded_rows * columns);
-  float* scales = scratch.take<float>(padded_rows * blocks);
-  int32_t* code_sums = scratch.take<int32_t>(padded_rows * blocks * 2);
-  const Inputs inputs{values, columns, value_sums, codes, scales, code_sums, blocks};
-
+  const int64_t strips = header.strips();
+  const int64_t tile_count = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  Scratch scratch(tile_count * Tile<T>::count_bytes(header));
+  std::vector<Tile<T>> tiles;
+  for (int64_t row = 0; row < rows; row += MOST_ROWS) {
+    tiles.emplace_back(scratch, header, x + row * header.columns, std::min<int64_t>(MOST_ROWS, rows - row));
+  }
   const int threads = at::get_num_threads();
   // Enough pieces that a thread which lost its core holds the others up for a small part only.
   const int64_t strips_at_once = std::clamp<int64_t>(strips / (threads * 8), 1, 16);
-  const uint8_t* first_strip = packed + HEADER_BYTES;
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(static)
-    for (int64_t index = 0; index < rows * blocks; ++index) {
-      const int64_t row = index / blocks, block = index % blocks, at = row * columns + block * BLOCK;
-      prepare_block(x + row * header.columns + block * BLOCK, header.columns - block * BLOCK, values + at,
-                    value_sums + index);
-      if (rounds_inputs) round_block(values + at, codes + at, scales + index, code_sums + 2 * index);
+    for (int64_t index = 0; index < tile_count * header.blocks(); ++index) {
+      tiles[index / header.blocks()].prepare(header, index % header.blocks(), rounds_inputs);
     }
 #pragma omp for schedule(dynamic) nowait
     for (int64_t start = 0; start < strips; start += strips_at_once) {
       const int64_t end = std::min(start + strips_at_once, strips);
       float sums[MOST_ROWS * STRIP];
-      for (int64_t row = 0; row < rows; row += MOST_ROWS) {
-        const int64_t wanted = std::min<int64_t>(rows - row, MOST_ROWS);
-        int64_t computed = wanted;
-        const StripProduct product = choose_product(header, rounds_inputs, computed);
-        const Inputs some = inputs.at_row(row);
+      T* rows_of_y = y;
+      for (const Tile<T>& tile : tiles) {
+        const StripProduct product = choose_product(header, rounds_inputs, tile.width);
         for (int64_t strip = start; strip < end; ++strip) {
-          product(header, first_strip + strip * header.strip_bytes(), some, sums);
+          product(header, packed + HEADER_BYTES + strip * header.strip_bytes(), tile.inputs, sums);
           const int64_t n = strip * STRIP, count = std::min<int64_t>(STRIP, header.rows - n);
-          for (int64_t m = 0; m < wanted; ++m) {
-            write_row(y + (row + m) * header.rows + n, sums + m * STRIP, bias ? bias + n : nullptr, count);
+          for (int64_t m = 0; m < tile.rows; ++m) {
+            write_row(rows_of_y + m * header.rows + n, sums + m * STRIP, bias ? bias + n : nullptr, count);
           }
         }
+        rows_of_y += tile.rows * header.rows;
       }
     }
   }
@@ -192,7 +128,7 @@ void expand_strip(const Header& header, const uint8_t* strip, T* target, int64_t
     }
   } else {
     const ScaleReader scales = ScaleReader::of_scales(header, strip), mins = ScaleReader::of_mins(header, strip);
-    const vfloat offset = broadcast(float(get_offset<CODES>(header)));
+    const vfloat offset = broadcast(float(get_offset(header)));
     for (int64_t b = 0; b < header.blocks(); ++b, block += get_block_bytes(CODES)) {
       for (int part = 0; part < PARTS; ++part) {
         for (int j = 0; j < 8; ++j) {

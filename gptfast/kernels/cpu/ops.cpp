@@ -10,6 +10,9 @@ TORCH_LIBRARY(GPTFAST_LIBRARY, library) {
   library.def(
       "pack_quantized(Tensor codes, Tensor scales, Tensor? mins, Tensor? super_scales, Tensor? super_mins, int bits) "
       "-> Tensor");
+  library.def(
+      "attention(Tensor q, Tensor k, Tensor v, Tensor? k_scales, Tensor? v_scales, Tensor input_pos, "
+      "int? sliding_window) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(GPTFAST_LIBRARY, CPU, library) {
@@ -17,4 +20,5 @@ TORCH_LIBRARY_IMPL(GPTFAST_LIBRARY, CPU, library) {
   library.impl("embedding", gptfast::embedding);
   library.impl("pack_dense", gptfast::pack_dense);
   library.impl("pack_quantized", gptfast::pack_quantized);
+  library.impl("attention", gptfast::attention);
 }

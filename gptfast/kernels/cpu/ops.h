@@ -14,5 +14,8 @@ at::Tensor pack_dense(const at::Tensor& weight);
 at::Tensor pack_quantized(const at::Tensor& codes, const at::Tensor& scales, const std::optional<at::Tensor>& mins,
                           const std::optional<at::Tensor>& super_scales,
                           const std::optional<at::Tensor>& super_mins, int64_t bits);
+at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const std::optional<at::Tensor>& k_scales, const std::optional<at::Tensor>& v_scales,
+                     const at::Tensor& input_pos, std::optional<int64_t> sliding_window);
 
 }  // namespace gptfast

@@ -9,23 +9,19 @@
 
 namespace gptfast {
 
+// Loops over arrays of vectors have to be unrolled, or the arrays live in memory and not in registers.
+#define GPTFAST_UNROLL _Pragma("GCC unroll 16")
+
 constexpr int PARTS = STRIP / W;  // vectors that make up a strip
 constexpr int MOST_ROWS = 8;      // of inputs at once
 
-// Rows of inputs, as the kernels want them; each array has the row stride that stands beside it.
+// Up to 8 rows of inputs, as the kernels want them: of every array the rows' elements lie side by side.
 struct Inputs {
-  const float* values;   // (M, columns padded to 32)
-  int64_t columns;
-  const float* sums;     // (M, blocks): of the values of a block
-  const int8_t* codes;   // (M, columns): of the rounded inputs
-  const float* scales;   // (M, blocks)
-  const int32_t* code_sums;  // (M, 2 * blocks): of the codes of half a block
-  int64_t blocks;
-
-  Inputs at_row(int64_t row) const {
-    return {values + row * columns, columns, sums + row * blocks, codes + row * columns,
-            scales + row * blocks, code_sums + 2 * row * blocks, blocks};
-  }
+  float* values;         // (columns, M), columns padded to 32; not needed where inputs are rounded
+  float* sums;           // (blocks, M): of the values, or of the rounded ones
+  int32_t* codes;        // (columns / 4, M): the inputs rounded, four to an element
+  float* scales;         // (blocks, M): of the codes
+  int32_t* corrections;  // (2 * blocks, M): what `DotProduct` starts with in each section of a block
 };
 
 // Four codes of W rows: inputs 4 * j to 4 * j + 3 of a block.
@@ -46,12 +42,14 @@ GPTFAST_INLINE vuint unpack(const uint8_t* block, int j, int part) {
 template <Codes CODES>
 constexpr int BITS = CODES == Codes::INT8 ? 8 : CODES == Codes::INT6 ? 6 : 4;
 
-// What to subtract from a stored code of `unpack`.
+// Parts of a block with a scale each.
 template <Codes CODES>
-GPTFAST_INLINE int32_t get_offset(const Header& header) {
-  if constexpr (CODES == Codes::INT6) return 32;
-  if constexpr (CODES == Codes::INT8) return 0;
-  return header.has_mins ? 0 : 8;
+constexpr int SECTIONS = CODES == Codes::INT6 ? 2 : 1;
+
+// What to subtract from a stored code; those of 8 bits are signed.
+inline int32_t get_offset(const Header& header) {
+  if (header.codes == Codes::INT6) return 32;
+  return header.codes == Codes::INT4 && !header.has_mins ? 8 : 0;
 }
 
 // One of the four codes of each lane, as a float.
@@ -88,120 +86,132 @@ struct ScaleReader {
   }
 };
 
+// Add a group's sums, times its scales, and its inputs' sums, times its mins, to the totals.
+template <Codes CODES, int M>
+GPTFAST_INLINE void add_group(const Header& header, const ScaleReader& scales, const ScaleReader& mins, int64_t group,
+                              const vfloat (&sum)[SECTIONS<CODES>][PARTS][M], const float (&input_sum)[M],
+                              vfloat (&total)[PARTS][M]) {
+  GPTFAST_UNROLL
+  for (int section = 0; section < SECTIONS<CODES>; ++section) {
+    GPTFAST_UNROLL
+    for (int part = 0; part < PARTS; ++part) {
+      const vfloat scale = scales.read(group * SECTIONS<CODES> + section, part);
+      GPTFAST_UNROLL
+      for (int m = 0; m < M; ++m) total[part][m] = multiply_add(sum[section][part][m], scale, total[part][m]);
+    }
+  }
+  if (header.has_mins) {
+    GPTFAST_UNROLL
+    for (int part = 0; part < PARTS; ++part) {
+      const vfloat min = mins.read(group, part);
+      GPTFAST_UNROLL
+      for (int m = 0; m < M; ++m) total[part][m] = multiply_add(min, broadcast(input_sum[m]), total[part][m]);
+    }
+  }
+}
+
+template <int M>
+GPTFAST_INLINE void store_totals(const vfloat (&total)[PARTS][M], float* sums) {
+  GPTFAST_UNROLL
+  for (int m = 0; m < M; ++m) {
+    GPTFAST_UNROLL
+    for (int part = 0; part < PARTS; ++part) store(sums + m * STRIP + part * W, total[part][m]);
+  }
+}
+
 // Quantized weights with rounded inputs: integers within a block, floats beyond. `sums` is (M, 16).
 template <Codes CODES, int M>
 void multiply_rounded(const Header& header, const uint8_t* strip, const Inputs& inputs, float* sums) {
-  constexpr int SECTIONS = CODES == Codes::INT6 ? 2 : 1;  // of a block, with a scale each
-  constexpr int STEPS = 8 / SECTIONS;
-  const int32_t offset = get_offset<CODES>(header);
-  const int64_t groups = header.groups() / SECTIONS;
-  const int64_t blocks_per_group = inputs.blocks / groups;
+  constexpr int STEPS = 8 / SECTIONS<CODES>;
+  const int64_t groups = header.groups() / SECTIONS<CODES>;
+  const int64_t blocks_per_group = header.blocks() / groups;
   const ScaleReader scales = ScaleReader::of_scales(header, strip), mins = ScaleReader::of_mins(header, strip);
   const uint8_t* block = strip;
   vfloat total[PARTS][M] = {};
   for (int64_t group = 0, b = 0; group < groups; ++group) {
-    vfloat sum[SECTIONS][PARTS][M] = {};
+    vfloat sum[SECTIONS<CODES>][PARTS][M] = {};
     float input_sum[M] = {};
     for (int64_t end = b + blocks_per_group; b < end; ++b, block += get_block_bytes(CODES)) {
       __builtin_prefetch(block + 2048);
-      for (int section = 0; section < SECTIONS; ++section) {
+      GPTFAST_UNROLL
+      for (int section = 0; section < SECTIONS<CODES>; ++section) {
+        GPTFAST_UNROLL
         for (int part = 0; part < PARTS; ++part) {
           DotProduct<BITS<CODES>> dot[M];
+          GPTFAST_UNROLL
           for (int m = 0; m < M; ++m) {
-            const int32_t* code_sums = inputs.code_sums + 2 * (m * inputs.blocks + b);
-            dot[m].start(SECTIONS == 2 ? code_sums[section] : code_sums[0] + code_sums[1], offset);
+            dot[m].start(inputs.corrections[(2 * b + section) * M + m]);
           }
+          GPTFAST_UNROLL
           for (int step = 0; step < STEPS; ++step) {
             const int j = section * STEPS + step;
             const vuint codes = unpack<CODES>(block, j, part);
+            GPTFAST_UNROLL
             for (int m = 0; m < M; ++m) {
-              dot[m].add(codes, load<int32_t>(inputs.codes + m * inputs.columns + b * BLOCK + 4 * j));
+              dot[m].add(codes, inputs.codes[(b * 8 + j) * M + m]);
             }
           }
+          GPTFAST_UNROLL
           for (int m = 0; m < M; ++m) {
-            const float scale = inputs.scales[m * inputs.blocks + b];
+            const float scale = inputs.scales[b * M + m];
             sum[section][part][m] = multiply_add(to_float(dot[m].finish()), broadcast(scale), sum[section][part][m]);
           }
         }
       }
-      if (header.has_mins) {
-        for (int m = 0; m < M; ++m) {
-          const int32_t* code_sums = inputs.code_sums + 2 * (m * inputs.blocks + b);
-          input_sum[m] += inputs.scales[m * inputs.blocks + b] * float(code_sums[0] + code_sums[1]);
-        }
-      }
+      GPTFAST_UNROLL
+      for (int m = 0; m < M; ++m) input_sum[m] += inputs.sums[b * M + m];
     }
-    for (int section = 0; section < SECTIONS; ++section) {
-      for (int part = 0; part < PARTS; ++part) {
-        const vfloat scale = scales.read(group * SECTIONS + section, part);
-        for (int m = 0; m < M; ++m) total[part][m] = multiply_add(sum[section][part][m], scale, total[part][m]);
-      }
-    }
-    if (header.has_mins) {
-      for (int part = 0; part < PARTS; ++part) {
-        const vfloat min = mins.read(group, part);
-        for (int m = 0; m < M; ++m) total[part][m] = multiply_add(min, broadcast(input_sum[m]), total[part][m]);
-      }
-    }
+    add_group<CODES, M>(header, scales, mins, group, sum, input_sum, total);
   }
-  for (int m = 0; m < M; ++m) {
-    for (int part = 0; part < PARTS; ++part) store(sums + m * STRIP + part * W, total[part][m]);
-  }
+  store_totals(total, sums);
 }
 
 // Quantized weights with inputs as they are. `sums` is (M, 16).
 template <Codes CODES, int M>
 void multiply_exact(const Header& header, const uint8_t* strip, const Inputs& inputs, float* sums) {
-  constexpr int SECTIONS = CODES == Codes::INT6 ? 2 : 1;
-  constexpr int STEPS = 8 / SECTIONS;
-  const vfloat offset = broadcast(float(get_offset<CODES>(header)));
-  const int64_t groups = header.groups() / SECTIONS;
-  const int64_t blocks_per_group = inputs.blocks / groups;
+  constexpr int STEPS = 8 / SECTIONS<CODES>;
+  const vfloat offset = broadcast(float(get_offset(header)));
+  const int64_t groups = header.groups() / SECTIONS<CODES>;
+  const int64_t blocks_per_group = header.blocks() / groups;
   const ScaleReader scales = ScaleReader::of_scales(header, strip), mins = ScaleReader::of_mins(header, strip);
   const uint8_t* block = strip;
   vfloat total[PARTS][M] = {};
   for (int64_t group = 0, b = 0; group < groups; ++group) {
-    vfloat sum[SECTIONS][PARTS][M] = {};
+    vfloat sum[SECTIONS<CODES>][PARTS][M] = {};
     float input_sum[M] = {};
     for (int64_t end = b + blocks_per_group; b < end; ++b, block += get_block_bytes(CODES)) {
       __builtin_prefetch(block + 2048);
-      for (int section = 0; section < SECTIONS; ++section) {
+      GPTFAST_UNROLL
+      for (int section = 0; section < SECTIONS<CODES>; ++section) {
+        GPTFAST_UNROLL
         for (int part = 0; part < PARTS; ++part) {
           vfloat even[M] = {}, odd[M] = {};
+          GPTFAST_UNROLL
           for (int step = 0; step < STEPS; ++step) {
             const int j = section * STEPS + step;
             const vuint codes = unpack<CODES>(block, j, part);
-            const float* values = inputs.values + b * BLOCK + 4 * j;
+            const float* values = inputs.values + (b * BLOCK + 4 * j) * M;
+            GPTFAST_UNROLL
             for (int byte = 0; byte < 4; ++byte) {
               vfloat weight = extract<CODES>(codes, byte);
               if constexpr (CODES != Codes::INT8) weight -= offset;
               vfloat* side = byte % 2 ? odd : even;
+              GPTFAST_UNROLL
               for (int m = 0; m < M; ++m) {
-                side[m] = multiply_add(weight, broadcast(values[m * inputs.columns + byte]), side[m]);
+                side[m] = multiply_add(weight, broadcast(values[byte * M + m]), side[m]);
               }
             }
           }
+          GPTFAST_UNROLL
           for (int m = 0; m < M; ++m) sum[section][part][m] += even[m] + odd[m];
         }
       }
-      for (int m = 0; m < M; ++m) input_sum[m] += inputs.sums[m * inputs.blocks + b];
+      GPTFAST_UNROLL
+      for (int m = 0; m < M; ++m) input_sum[m] += inputs.sums[b * M + m];
     }
-    for (int section = 0; section < SECTIONS; ++section) {
-      for (int part = 0; part < PARTS; ++part) {
-        const vfloat scale = scales.read(group * SECTIONS + section, part);
-        for (int m = 0; m < M; ++m) total[part][m] = multiply_add(sum[section][part][m], scale, total[part][m]);
-      }
-    }
-    if (header.has_mins) {
-      for (int part = 0; part < PARTS; ++part) {
-        const vfloat min = mins.read(group, part);
-        for (int m = 0; m < M; ++m) total[part][m] = multiply_add(min, broadcast(input_sum[m]), total[part][m]);
-      }
-    }
+    add_group<CODES, M>(header, scales, mins, group, sum, input_sum, total);
   }
-  for (int m = 0; m < M; ++m) {
-    for (int part = 0; part < PARTS; ++part) store(sums + m * STRIP + part * W, total[part][m]);
-  }
+  store_totals(total, sums);
 }
 
 // W rows of one input, of weights that are floats.
@@ -215,26 +225,28 @@ GPTFAST_INLINE vfloat load_weights(const uint8_t* block, int k, int part) {
 
 // Weights that are floats, with inputs as they are. `sums` is (M, 16).
 template <Codes CODES, int M>
-void multiply_dense(const Header&, const uint8_t* strip, const Inputs& inputs, float* sums) {
+void multiply_dense(const Header& header, const uint8_t* strip, const Inputs& inputs, float* sums) {
   const uint8_t* block = strip;
   vfloat total[PARTS][M] = {};
-  for (int64_t b = 0; b < inputs.blocks; ++b, block += get_block_bytes(CODES)) {
+  for (int64_t b = 0; b < header.blocks(); ++b, block += get_block_bytes(CODES)) {
     for (int line = 0; line < get_block_bytes(CODES); line += 256) __builtin_prefetch(block + 4096 + line);
+    GPTFAST_UNROLL
     for (int part = 0; part < PARTS; ++part) {
       vfloat even[M] = {}, odd[M] = {};
+      GPTFAST_UNROLL
       for (int k = 0; k < BLOCK; ++k) {
         const vfloat weight = load_weights<CODES>(block, k, part);
         vfloat* side = k % 2 ? odd : even;
+        GPTFAST_UNROLL
         for (int m = 0; m < M; ++m) {
-          side[m] = multiply_add(weight, broadcast(inputs.values[m * inputs.columns + b * BLOCK + k]), side[m]);
+          side[m] = multiply_add(weight, broadcast(inputs.values[(b * BLOCK + k) * M + m]), side[m]);
         }
       }
+      GPTFAST_UNROLL
       for (int m = 0; m < M; ++m) total[part][m] += even[m] + odd[m];
     }
   }
-  for (int m = 0; m < M; ++m) {
-    for (int part = 0; part < PARTS; ++part) store(sums + m * STRIP + part * W, total[part][m]);
-  }
+  store_totals(total, sums);
 }
 
 }  // namespace gptfast

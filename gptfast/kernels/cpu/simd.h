@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -106,8 +107,17 @@ GPTFAST_INLINE vfloat load_bfloat16(const uint16_t* source) {
 // W bytes, signed or not, as floats.
 template <class Byte>
 GPTFAST_INLINE vfloat load_bytes(const void* source) {
+  constexpr bool IS_SIGNED = std::is_signed_v<Byte>;
+#if defined(GPTFAST_AVX512)
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)source);
+  return to_float((vint)(IS_SIGNED ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes)));
+#elif defined(GPTFAST_AVX2)
+  const __m128i bytes = _mm_loadl_epi64((const __m128i*)source);
+  return to_float((vint)(IS_SIGNED ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes)));
+#else
   typedef Byte bytes __attribute__((vector_size(W)));
   return __builtin_convertvector(load<bytes>(source), vfloat);
+#endif
 }
 
 GPTFAST_INLINE uint16_t round_to_bfloat16(float value) {
@@ -119,21 +129,21 @@ GPTFAST_INLINE uint16_t round_to_bfloat16(float value) {
 
 // Sums of products of codes with signed bytes, four to a lane: of BITS = 4 and 6 the codes are unsigned, of 8 signed.
 //
-// `start` takes the sum of all inputs and what is to be subtracted from every code; `add` the same four inputs of W
-// rows each time, at most eight times.
+// `start` takes minus the sum of all inputs times what is to be subtracted from a code: `get_offset` of it if the codes
+// are unsigned, else OFFSET. `add` takes the same four inputs of W rows each time, at most eight times.
 template <int BITS>
 struct DotProduct {
   vint sum;
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-  GPTFAST_INLINE void start(int32_t input_sum, int32_t offset) {
-    // The instruction takes the first factor as unsigned, so a signed one is raised by 128.
-    sum = broadcast(-input_sum * (BITS == 8 ? 128 : offset));
-  }
-  GPTFAST_INLINE void add(vuint codes, int32_t x) {
+  // The instruction takes the first factor as unsigned, so a signed one is raised by 128.
+  static constexpr int32_t OFFSET = 128;
+  GPTFAST_INLINE void start(int32_t correction) { sum = broadcast(correction); }
+  GPTFAST_INLINE void add(vuint codes, const int32_t& x) {
     if constexpr (BITS == 8) codes ^= 0x80808080u;
 #if defined(__AVX512VNNI__)
-    sum = (vint)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
+    // Of the intrinsic GCC 12 makes a broadcast into a register of its own, and runs out of registers at 8 rows.
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(x));
 #else
     sum = (vint)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(x));
 #endif
@@ -142,12 +152,13 @@ struct DotProduct {
 
 #elif defined(GPTFAST_AVX2)
   // Sixteen bits hold sixteen products of 4-bit codes (16 * 15 * 127 = 30,480), but only two of larger ones.
+  static constexpr int32_t OFFSET = 0;
   __m256i pairs;
-  GPTFAST_INLINE void start(int32_t input_sum, int32_t offset) {
-    sum = broadcast(BITS == 8 ? 0 : -input_sum * offset);
+  GPTFAST_INLINE void start(int32_t correction) {
+    sum = broadcast(correction);
     pairs = _mm256_setzero_si256();
   }
-  GPTFAST_INLINE void add(vuint codes, int32_t x) {
+  GPTFAST_INLINE void add(vuint codes, const int32_t& x) {
     __m256i weights = (__m256i)codes, inputs = _mm256_set1_epi32(x);
     if constexpr (BITS == 8) {
       // The instruction takes the first factor as unsigned: the weight's magnitude, its sign moved to the input.
@@ -166,10 +177,9 @@ struct DotProduct {
   }
 
 #else
-  GPTFAST_INLINE void start(int32_t input_sum, int32_t offset) {
-    sum = broadcast(BITS == 8 ? 0 : -input_sum * offset);
-  }
-  GPTFAST_INLINE void add(vuint codes, int32_t x) {
+  static constexpr int32_t OFFSET = 0;
+  GPTFAST_INLINE void start(int32_t correction) { sum = broadcast(correction); }
+  GPTFAST_INLINE void add(vuint codes, const int32_t& x) {
     for (int byte = 0; byte < 4; ++byte) {
       vint weights = (vint)(codes << (24 - 8 * byte)) >> 24;  // 4 and 6 bits have no sign to extend
       sum += weights * int32_t(int8_t(uint32_t(x) >> (8 * byte)));
