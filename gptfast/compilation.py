@@ -13,7 +13,6 @@ import inspect
 import io
 import logging
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +25,11 @@ import torch
 from torch import Tensor
 
 import gptfast.decode
+import gptfast.kernels.ops
 import gptfast.linear
 import gptfast.model
 from gptfast.cache import get_cache_dir, get_temporary_dir, is_writable, read_cached, replace_atomically
+from gptfast.cpu import describe_cpu
 from gptfast.model import Transformer
 
 logger = logging.getLogger(__name__)
@@ -76,18 +77,6 @@ def compile_step(
         else:
             step, is_cached = compile_ahead_of_time(function, model, inputs, separate_kernels)
     return CompiledStep(step, time.perf_counter() - start, is_cached)
-
-
-def compile_function(function: Step) -> Step:
-    """Compile a function of tensors alone when it is first called; that call raises CompilationError on failure."""
-    use_persistent_kernel_cache()
-    compiled = torch.compile(function, fullgraph=True, dynamic=False)
-
-    def call(*tensors: Tensor) -> Tensor:
-        with compiler_failures_named():
-            return compiled(*tensors)
-
-    return call
 
 
 @contextlib.contextmanager
@@ -251,12 +240,13 @@ def compute_key(function: Step, model: Transformer, inputs: dict[str, Tensor], s
         repr(model.config),
         repr(tensors),
         repr(parameters),
-        repr([buffer.shape[:LENGTH_AXIS] for buffer in model.buffers()]),
+        repr([(buffer.dtype, buffer.shape[:LENGTH_AXIS]) for buffer in model.buffers()]),
+        repr(model),
         repr(torch.get_num_threads()),
         sys.version,
         torch.__version__,
         describe_cpu(),
-        *(inspect.getsource(module) for module in (gptfast.decode, gptfast.linear, gptfast.model)),
+        *(inspect.getsource(module) for module in (gptfast.decode, gptfast.kernels.ops, gptfast.linear, gptfast.model)),
         inspect.getsource(sys.modules[__name__]),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
@@ -275,12 +265,3 @@ def has_recorded_cuda_graphs() -> bool:
 
     seen = counters["inductor"]
     return "cudagraph_recorded_non_static_inputs" in seen and seen["cudagraph_skips"] == 0
-
-
-def describe_cpu() -> str:
-    """The processor's name and features, as the code is made for it alone."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part")))

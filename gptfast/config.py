@@ -65,9 +65,12 @@ class ModelConfig:
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim is {self.head_dim} in the model's config; rotary embeddings need it even")
 
-    def get_kv_bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes of keys and values that one token of one sequence takes in all layers."""
-        return 2 * self.n_layers * self.n_kv_heads * self.head_dim * element_bytes
+    def get_kv_bytes_per_token(self, element_bytes: int, *, has_scales: bool = False) -> int:
+        """Bytes of keys and values that one token of one sequence takes in all layers.
+
+        With scales, every key and every value of a head has one of 4 bytes.
+        """
+        return 2 * self.n_layers * self.n_kv_heads * (self.head_dim * element_bytes + (4 if has_scales else 0))
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,104 @@
-"""Linear layers: they hold the weights of the model and multiply activations with them."""
+"""Embeddings and linear layers that are more than torch's own.
+
+Dense weights are held by `nn.Linear` and `Embedding`. Packed ones are what the CPU kernels read, in whatever precision;
+the loader puts them in the place of the dense.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gptfast.kernels import ops
 
-class Linear(nn.Linear):
-    """`nn.Linear` with the product of `multiply`."""
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding` that can be the model's output layer too."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
+        # A weight of its own, as the default one's initialization imports all of torch.compile, for 1.4 s.
+        super().__init__(num_embeddings, embedding_dim, _weight=torch.empty(num_embeddings, embedding_dim))
+
+    def project(self, x: Tensor) -> Tensor:
+        """(..., E) in, (..., V) out: the product with the embedding, of models that tie the two."""
+        return F.linear(x, self.weight)
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """What `gptfast.kernels.packing` makes of a matrix (out_features, in_features), and in which precision it holds it.
+
+    `precision` is for reports: `bfloat16`, `Q4_1`, `int4 g32`.
+    """
+
+    packed: Tensor
+    shape: tuple[int, int]
+    precision: str
+
+
+class PackedLinear(nn.Module):
+    """The product with matrices that `gptfast.kernels.packing` packed.
+
+    There are several where projections that read the same input are not stored alike; their outputs stand side by
+    side. `rounds_inputs` has activations rounded to int8, for quantized matrices alone. `bias`, (sum of out_features,),
+    may be set.
+    """
+
+    def __init__(self, parts: Sequence[PackedMatrix], *, rounds_inputs: bool) -> None:
+        super().__init__()
+        self.weight = nn.ParameterList(nn.Parameter(part.packed, requires_grad=False) for part in parts)
+        self.sizes = [part.shape[0] for part in parts]
+        self.precisions = [part.precision for part in parts]
+        self.rounds_inputs = rounds_inputs
+        self.bias: nn.Parameter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) in, (..., out_features) out."""
-        return multiply(x, self.weight, self.bias)
+        """(..., in_features) in, (..., out_features) out, in the activations' dtype."""
+        if len(self.sizes) == 1:
+            return self._multiply(x, self.weight[0], self.bias, self.sizes[0])
+        biases = [None] * len(self.sizes) if self.bias is None else self.bias.split(self.sizes)
+        parts = zip(self.weight, biases, self.sizes, strict=True)
+        return torch.cat([self._multiply(x, *part) for part in parts], dim=-1)
+
+    def list_matrices(self) -> list[tuple[str, Tensor]]:
+        """The packed matrices, each after its precision."""
+        return list(zip(self.precisions, self.weight, strict=True))
+
+    def _multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None, size: int) -> Tensor:
+        return ops.linear(x, packed, bias, out_features=size, rounds_inputs=self.rounds_inputs)
+
+    def extra_repr(self) -> str:
+        """What a compiled step depends on beside the parameters."""
+        return f"{self.precisions}, sizes={self.sizes}, rounds_inputs={self.rounds_inputs}"
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Activations (..., K) times the transposed weight (N, K), plus the bias (N,): (..., N), all of one dtype.
+class PackedEmbedding(nn.Module):
+    """An embedding (V, E) that is packed like a linear layer's matrix, so that it can be the output layer too."""
 
-    In a step that is compiled for a CPU, the product of a single row is written out as a sum, which Inductor turns
-    into one loop over the rows of the weight, accumulated in float32. The library's product of a matrix of
-    3072 x 576 reads 12 GB/s and this loop 20; decoding SmolLM2-135M went from 21 to 64 tokens/s in float32 and
-    from 44 to 85 in bfloat16 (2 cores of a Zen 4 at 2.6 GHz, torch 2.13, 2026-11-30).
-    """
-    if not (torch.compiler.is_compiling() and x.device.type == "cpu" and x.numel() == x.shape[-1]):
-        return F.linear(x, weight, bias)
-    # Without a layout of its own, x would be computed again for every row of the weight: 51 tokens/s, not 64.
-    row = torch.as_strided(x.contiguous(), (x.shape[-1],), (1,))
-    y = (row.float() * weight.float()).sum(dim=-1)
-    if bias is not None:
-        y = y + bias
-    return y.to(x.dtype).view(*x.shape[:-1], -1)
+    def __init__(self, matrix: PackedMatrix, *, dtype: torch.dtype, rounds_inputs: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(matrix.packed, requires_grad=False)
+        self.vocab_size, self.dim = matrix.shape
+        self.precisions = [matrix.precision]
+        self.dtype = dtype
+        self.rounds_inputs = rounds_inputs
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(...) int64 token ids in, (..., E) out, of `dtype`."""
+        return ops.embedding(tokens, self.weight, dim=self.dim, dtype=self.dtype)
+
+    def project(self, x: Tensor) -> Tensor:
+        """(..., E) in, (..., V) out: the product with the embedding, of models that tie the two."""
+        return ops.linear(x, self.weight, out_features=self.vocab_size, rounds_inputs=self.rounds_inputs)
+
+    def list_matrices(self) -> list[tuple[str, Tensor]]:
+        """The packed matrix after its precision."""
+        return [(self.precisions[0], self.weight)]
+
+    def extra_repr(self) -> str:
+        """What a compiled step depends on beside the parameters."""
+        return f"{self.precisions}, {self.vocab_size}, {self.dim}, dtype={self.dtype}, rounds_inputs={self.rounds_inputs}"

@@ -11,13 +11,15 @@ H query heads, K key/value heads, G = H / K query heads that share one, D head_d
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptfast.config import ModelConfig, RopeScaling
-from gptfast.linear import Linear, multiply
+from gptfast.kernels import ops
+from gptfast.linear import Embedding, PackedEmbedding, PackedLinear
 
 FUSED_PROJECTIONS = {"wqkv": ("wq", "wk", "wv"), "w13": ("w1", "w3")}
 """Which rows, in which order, a fused projection is made of."""
@@ -31,27 +33,54 @@ class Transformer(nn.Module):
         self.config = config
         self.queries_per_kv_head = config.n_heads // config.n_kv_heads
         self.sliding_window = config.sliding_window
-        # A weight of its own, as the default one's initialization imports all of torch.compile, for 1.4 s.
-        embedding = torch.empty(config.vocab_size, config.dim)
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, _weight=embedding)
+        self.uses_attention_kernel = False
+        self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = None if config.tie_word_embeddings else Linear(config.dim, config.vocab_size, bias=False)
+        self.output = None if config.tie_word_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.rope_cos: Tensor
         self.rope_sin: Tensor
 
-    def setup_caches(self, batch_size: int, max_seq_len: int) -> None:
+    @property
+    def dtype(self) -> torch.dtype:
+        """What activations are computed in; weights may be held in another one."""
+        return self.norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.norm.weight.device
+
+    def setup_caches(self, batch_size: int, max_seq_len: int, dtype: torch.dtype | None = None) -> None:
         """Allocate zeroed KV caches and rotary tables for positions 0 to `max_seq_len` - 1.
 
-        The caches have the weights' dtype; earlier ones are dropped, and with them what they held.
+        The caches are of `dtype`, which may be int8, or of the model's; earlier ones are dropped, and with them what
+        they held.
         """
-        weight = self.tok_embeddings.weight
         for module in self.modules():
             if isinstance(module, Attention):
-                module.setup_cache(batch_size, max_seq_len, dtype=weight.dtype, device=weight.device)
+                module.setup_cache(batch_size, max_seq_len, dtype=dtype or self.dtype, device=self.device)
         cos, sin = compute_rope_tables(self.config, max_seq_len)
-        self.register_buffer("rope_cos", cos.to(weight.device), persistent=False)
-        self.register_buffer("rope_sin", sin.to(weight.device), persistent=False)
+        self.register_buffer("rope_cos", cos.to(self.device), persistent=False)
+        self.register_buffer("rope_sin", sin.to(self.device), persistent=False)
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether any product rounds its activations to int8."""
+        return any(getattr(module, "rounds_inputs", False) for module in self.modules())
+
+    def list_weight_precisions(self) -> list[str]:
+        """What matrices are held in, the most bytes first; of an embedding that is not the head too, nothing."""
+        sizes: Counter[str] = Counter()
+        for name, module in self.named_modules():
+            if name == "tok_embeddings" and self.output is not None:
+                continue
+            if isinstance(module, PackedLinear | PackedEmbedding):
+                for precision, weight in module.list_matrices():
+                    sizes[precision] += weight.nbytes
+            elif isinstance(module, nn.Linear | nn.Embedding):
+                sizes[describe_dtype(module.weight.dtype)] += module.weight.nbytes
+        return [precision for precision, _ in sizes.most_common()]
 
     def list_caches(self) -> list[KVCache]:
         """The layers' caches, first layer first; none before `setup_caches`."""
@@ -82,15 +111,17 @@ class Transformer(nn.Module):
                 torch._check(buffer.shape[-2] == self.rope_cos.shape[-2])  # type: ignore[no-untyped-call]
         x = self.tok_embeddings(tokens)
         cos, sin = self.rope_cos[input_pos, None], self.rope_sin[input_pos, None]
-        mask = build_attention_mask(input_pos, kv_pos, self.sliding_window, x.dtype)
-        mask = mask.repeat(self.queries_per_kv_head, 1)
+        mask = None
+        if not self.uses_attention_kernel:
+            mask = build_attention_mask(input_pos, kv_pos, self.sliding_window, x.dtype)
+            mask = mask.repeat(self.queries_per_kv_head, 1)
         for layer in self.layers:
             x = layer(x, cos, sin, mask, input_pos)
         if rows is not None:
             x = x[:, rows]
         x = self.norm(x)
-        head = self.tok_embeddings if self.output is None else self.output
-        return multiply(x, head.weight).float()
+        logits: Tensor = self.tok_embeddings.project(x) if self.output is None else self.output(x)
+        return logits.float()
 
 
 class TransformerBlock(nn.Module):
@@ -106,7 +137,7 @@ class TransformerBlock(nn.Module):
     # All blocks share one compiled region. It may write the cache by aten indexing only: an operator of our
     # own that mutates an argument is refused inside a region by torch 2.13 (pytorch#186807).
     @torch.compiler.nested_compile_region
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, input_pos: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, input_pos: Tensor) -> Tensor:
         """(B, S, E) in, (B, S, E) out; see `Transformer.forward` and `build_attention_mask` for the rest."""
         x = x + self.attention(self.attention_norm(x), cos, sin, mask, input_pos)
         x = x + self.feed_forward(self.ffn_norm(x))
@@ -120,9 +151,10 @@ class Attention(nn.Module):
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
         q_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        self.sliding_window = config.sliding_window
         self.split_sizes = [q_dim, kv_dim, kv_dim]
-        self.wqkv = Linear(config.dim, q_dim + 2 * kv_dim, bias=config.qkv_bias)
-        self.wo = Linear(q_dim, config.dim, bias=config.output_bias)
+        self.wqkv = nn.Linear(config.dim, q_dim + 2 * kv_dim, bias=config.qkv_bias)
+        self.wo = nn.Linear(q_dim, config.dim, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.kv_cache: KVCache
@@ -132,8 +164,8 @@ class Attention(nn.Module):
         shape = (batch_size, self.n_kv_heads, max_seq_len, self.head_dim)
         self.kv_cache = KVCache(shape, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, input_pos: Tensor) -> Tensor:
-        """(B, S, E) in, (B, S, E) out."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, input_pos: Tensor) -> Tensor:
+        """(B, S, E) in, (B, S, E) out; without a mask, by the CPU's attention kernel."""
         B, S, _ = x.shape
         H, K, D = self.n_heads, self.n_kv_heads, self.head_dim
         q, k, v = self.wqkv(x).split(self.split_sizes, dim=-1)
@@ -142,39 +174,64 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         self.kv_cache.write(input_pos, k.transpose(1, 2), v.transpose(1, 2))
-        keys, values = self.kv_cache.read(B, mask.shape[-1])
+        y = self.attend_by_kernel(q, input_pos) if mask is None else self.attend(q, mask)
+        projected: Tensor = self.wo(y)
+        return projected
 
+    def attend_by_kernel(self, q: Tensor, input_pos: Tensor) -> Tensor:
+        """(B, S, H, D) in, (B, S, H * D) out: every token over the slots up to its own, and no other is read."""
+        cache = self.kv_cache
+        window = self.sliding_window
+        return ops.attention(
+            q, cache.k, cache.v, input_pos, k_scales=cache.k_scales, v_scales=cache.v_scales, sliding_window=window
+        )
+
+    def attend(self, q: Tensor, mask: Tensor) -> Tensor:
+        """(B, S, H, D) in, (B, S, H * D) out: over as many slots as the mask (G * S, N) has columns."""
+        B, S, H, D = q.shape
+        K = self.n_kv_heads
+        keys, values = self.kv_cache.read(B, mask.shape[-1], q.dtype)
         # The G query heads that share a key/value head become G * S rows of one product with it, so the
         # cache is read once, as it lies, and never repeated.
         q = q.view(B, S, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(B, K, -1, D)
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-        y = y.view(B, K, H // K, S, D).permute(0, 3, 1, 2, 4).reshape(B, S, H * D)
-        projected: Tensor = self.wo(y)
-        return projected
+        return y.view(B, K, H // K, S, D).permute(0, 3, 1, 2, 4).reshape(B, S, H * D)
 
 
 class KVCache(nn.Module):
-    """Keys and values of all positions so far: two buffers (B, K, L, D) that never move.
+    """Keys and values of all positions so far: buffers (B, K, L, D) that never move.
 
-    Slots are overwritten, not cleared: a slot after the current position holds zeros or what an earlier,
-    longer text left there, always finite, and the mask hides it.
+    Of int8, every slot and head has a scale, in (B, K, L, 1) float32 beside them. Slots are overwritten, not cleared:
+    a slot after the current position holds zeros or what an earlier, longer text left there, always finite, and is
+    not looked at.
     """
 
     def __init__(self, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.k: Tensor
         self.v: Tensor
-        self.register_buffer("k", torch.zeros(shape, dtype=dtype, device=device), persistent=False)
-        self.register_buffer("v", torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+        self.k_scales: Tensor | None
+        self.v_scales: Tensor | None
+        for name in ("k", "v"):
+            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+            scales = torch.zeros(*shape[:-1], 1, device=device) if dtype == torch.int8 else None
+            self.register_buffer(f"{name}_scales", scales, persistent=False)
 
     def write(self, input_pos: Tensor, k: Tensor, v: Tensor) -> None:
         """Write (B or 1, K, S, D) keys and values to the slots `input_pos` (S,)."""
-        self.k[:, :, input_pos] = k
-        self.v[:, :, input_pos] = v
+        if self.k_scales is not None and self.v_scales is not None:
+            k, self.k_scales[:, :, input_pos] = round_to_int8(k)
+            v, self.v_scales[:, :, input_pos] = round_to_int8(v)
+        self.k[:, :, input_pos] = k.to(self.k.dtype)
+        self.v[:, :, input_pos] = v.to(self.v.dtype)
 
-    def read(self, batch_size: int, length: int) -> tuple[Tensor, Tensor]:
-        """Views (batch_size, K, length, D) of the first rows and slots."""
-        return self.k[:batch_size, :, :length], self.v[:batch_size, :, :length]
+    def read(self, batch_size: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(batch_size, K, length, D) of the first rows and slots in `dtype`: views, where they are held in it."""
+        k, v = self.k[:batch_size, :, :length].to(dtype), self.v[:batch_size, :, :length].to(dtype)
+        if self.k_scales is not None and self.v_scales is not None:
+            k = k * self.k_scales[:batch_size, :, :length].to(dtype)
+            v = v * self.v_scales[:batch_size, :, :length].to(dtype)
+        return k, v
 
 
 class FeedForward(nn.Module):
@@ -182,8 +239,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w13 = Linear(config.dim, 2 * config.ffn_dim, bias=False)
-        self.w2 = Linear(config.ffn_dim, config.dim, bias=False)
+        self.w13 = nn.Linear(config.dim, 2 * config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., E) in, (..., E) out."""
@@ -207,6 +264,11 @@ class RMSNorm(nn.Module):
         return x32.to(x.dtype) * self.weight
 
 
+def describe_dtype(dtype: torch.dtype) -> str:
+    """Its name without the module: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def build_attention_mask(input_pos: Tensor, kv_pos: Tensor, sliding_window: int | None, dtype: torch.dtype) -> Tensor:
     """What to add to the attention scores: (S, N) of `dtype`, 0 where a token may look, else -inf.
 
@@ -218,6 +280,13 @@ def build_attention_mask(input_pos: Tensor, kv_pos: Tensor, sliding_window: int 
     if sliding_window is not None:
         visible = visible & (kv_pos > position - sliding_window)
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, -math.inf)
+
+
+def round_to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (..., D) int8 and scales (..., 1) float32 whose product is x to within half a scale."""
+    x = x.float()
+    scales = x.abs().amax(dim=-1, keepdim=True) / 127
+    return (x / scales.clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.int8), scales
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

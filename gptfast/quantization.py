@@ -5,6 +5,8 @@ Shapes: N out_features, K in_features, G groups of `group_size` consecutive inpu
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,25 +89,24 @@ class QuantizedWeight:
 
     def select_rows(self, rows: slice | Tensor) -> QuantizedWeight:
         """Some of its rows, in that order."""
-        return QuantizedWeight(
-            **{
-                name: value[rows] if isinstance(value, torch.Tensor) else value
-                for name, value in vars(self).items()
-            }
-        )
+        return self.map_tensors(lambda tensor: tensor[rows])
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> QuantizedWeight:
+        """The same with the function's result for each of its tensors."""
+        tensors = {name: None if value is None else function(value) for name, value in self.list_tensors().items()}
+        return dataclasses.replace(self, **tensors)  # type: ignore[arg-type]
+
+    def list_tensors(self) -> dict[str, Tensor | None]:
+        """Its tensors by name; every one has a row for each of the matrix."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if name != "bits"}
 
 
-def join_rows(parts: list[QuantizedWeight]) -> QuantizedWeight | None:
-    """One matrix of the rows of all, or None where they are not rounded alike and no exact one exists."""
-    first = parts[0]
-    fields = ("codes", "scales", "zeros", "mins", "super_scales", "super_mins")
-    for part in parts[1:]:
-        if part.bits != first.bits or part.group_size != first.group_size:
-            return None
-        if any((getattr(part, name) is None) != (getattr(first, name) is None) for name in fields):
-            return None
+def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """One matrix of the rows of all, which have bits, groups, zeros and mins alike."""
+    tensors = [part.list_tensors() for part in parts]
     joined = {
-        name: None if getattr(first, name) is None else torch.cat([getattr(part, name) for part in parts])
-        for name in fields
+        name: None if value is None else torch.cat([each[name] for each in tensors])  # type: ignore[misc]
+        for name, value in tensors[0].items()
     }
-    return QuantizedWeight(bits=first.bits, **joined)
+    return dataclasses.replace(parts[0], **joined)  # type: ignore[arg-type]

@@ -46,17 +46,25 @@ class CompileStatistics:
 class Runner:
     """Executes the steps of one model and owns what they write: KV caches and input buffers.
 
-    `compile` asks for compiled steps; `warm_up` makes them, and what was not warmed up is made when first needed.
+    The cache holds keys and values in `kv_dtype`, by default the model's. `compile` asks for compiled steps; `warm_up` makes them, and what was not warmed up is made when first needed.
     Where the machine cannot compile, a line in the log says so and the steps run eagerly.
     """
 
-    def __init__(self, model: Transformer, *, batch_size: int = 1, compile: bool = False) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        batch_size: int = 1,
+        compile: bool = False,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         self.model = model
+        self.kv_dtype = kv_dtype or model.dtype
         self.batch_size = batch_size
         self.compile_statistics = CompileStatistics()
         self.is_compiled = self.compiling_was_asked = compile
         self.context = model.config.max_seq_len
-        self.device = model.tok_embeddings.weight.device
+        self.device = model.device
         self._steps: dict[tuple[Step, int], Step] = {}
         self._separate_step: Step | None = None
         self._capacity = 0
@@ -78,7 +86,7 @@ class Runner:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that one token of one row takes in the cache, in all layers."""
-        return self.model.config.get_kv_bytes_per_token(self.model.tok_embeddings.weight.element_size())
+        return self.model.config.get_kv_bytes_per_token(self.kv_dtype.itemsize, has_scales=self.kv_dtype == torch.int8)
 
     @torch.no_grad()
     def reserve(self, length: int) -> None:
@@ -91,14 +99,14 @@ class Runner:
         if length <= self._capacity:
             return
         capacity = min(self.context, max(length, 2 * self._capacity))
-        held = [(cache.k, cache.v) for cache in self.model.list_caches()] if self._capacity else []
+        held = [dict(cache.named_buffers()) for cache in self.model.list_caches()] if self._capacity else []
         # Padding of the last chunk is written after the last token.
         slots = round_up(capacity, KV_ALIGNMENT) + max(PREFILL_CHUNKS)
         self._check_memory(slots)
-        self.model.setup_caches(self.batch_size, slots)
-        for cache, (k, v) in zip(self.model.list_caches(), held, strict=False):
-            cache.k[:, :, : self._capacity] = k[:, :, : self._capacity]
-            cache.v[:, :, : self._capacity] = v[:, :, : self._capacity]
+        self.model.setup_caches(self.batch_size, slots, self.kv_dtype)
+        for cache, earlier in zip(self.model.list_caches(), held, strict=False):
+            for name, buffer in cache.named_buffers():
+                buffer[:, :, : self._capacity] = earlier[name][:, :, : self._capacity]
         self._positions = torch.arange(slots, device=self.device)
         self._capacity = capacity
 

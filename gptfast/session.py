@@ -9,21 +9,23 @@ import logging
 import math
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from gptfast.cache import get_cache_dir, is_writable, read_cached, replace_atomically
 from gptfast.chat import ChatTemplate
 from gptfast.checkpoint.base import Checkpoint
-from gptfast.checkpoint.shapes import list_tensor_shapes
-from gptfast.compilation import CompilationError, Step, compile_function, describe_cpu
 from gptfast.config import GenerationDefaults
+from gptfast.cpu import describe_cpu
 from gptfast.errors import UserError
-from gptfast.linear import multiply
-from gptfast.loading import load_model
+from gptfast.kernels import ops
+from gptfast.loading import WEIGHTS, Weights, estimate_weight_bytes, load_model
 from gptfast.memory import get_available_memory
+from gptfast.model import describe_dtype
 from gptfast.runner import Runner
 from gptfast.tokenizer import Tokenizer
 
@@ -37,6 +39,8 @@ DTYPES = {
     "float16": torch.float16,
     "fp16": torch.float16,
 }
+KV_DTYPES = {name: dtype for name, dtype in DTYPES.items() if dtype != torch.float16} | {"int8": torch.int8}
+ACTIVATIONS = ("fp32", "int8")
 
 
 @dataclass
@@ -72,8 +76,23 @@ class Session:
 
     @property
     def dtype(self) -> str:
-        """What weights, activations and cache are computed in: `float32`, `bfloat16` or `float16`."""
-        return str(self.runner.model.tok_embeddings.weight.dtype).removeprefix("torch.")
+        """What activations are computed in: `float32`, `bfloat16` or `float16`."""
+        return describe_dtype(self.runner.model.dtype)
+
+    @property
+    def kv_dtype(self) -> str:
+        """What keys and values are held in: a dtype, or `int8`."""
+        return describe_dtype(self.runner.kv_dtype)
+
+    @property
+    def weights(self) -> str:
+        """What matrices are held in, the most bytes first: `Q4_1 + Q8_0`, `bfloat16`."""
+        return " + ".join(self.runner.model.list_weight_precisions())
+
+    @property
+    def activations(self) -> str:
+        """What activations are rounded to before they are multiplied with a quantized matrix: `int8`, else `fp32`."""
+        return "int8" if self.runner.model.rounds_inputs else "fp32"
 
     @property
     def weight_bytes_per_token(self) -> int:
@@ -92,6 +111,9 @@ def load(
     preset: str | None = None,
     device: str = "auto",
     dtype: str | None = None,
+    weights: str = "stored",
+    activations: str | None = None,
+    kv_dtype: str | None = None,
     compile: bool = False,
     batch_size: int = 1,
     threads: int | None = None,
@@ -102,7 +124,12 @@ def load(
         path: a checkpoint directory or GGUF file; None for the default model, fetched if need be.
         preset: instead of `path`, an architecture to fill with random weights.
         device: `cpu`, `cuda` or `auto` (CUDA where there is one).
-        dtype: one of `DTYPES`; None for bfloat16 on CUDA and, on a CPU, what is measured to be faster there.
+        dtype: what activations are computed in, one of `DTYPES`; None for bfloat16 on CUDA and float32 on a CPU.
+        weights: what to decode from, one of `WEIGHTS`: what the checkpoint holds, or that expanded or rounded.
+        activations: `int8` rounds them before they are multiplied with quantized weights, `fp32` does not; None for
+            int8 where there are such weights.
+        kv_dtype: what keys and values are held in, one of `KV_DTYPES`; None for `dtype` where that is given, and
+            bfloat16 where it is not.
         compile: run compiled steps; the first start on a machine compiles them, later ones load them.
         batch_size: texts that are decoded at once.
         threads: for the CPU, of the whole process; None leaves torch's own choice.
@@ -114,18 +141,31 @@ def load(
         raise UserError(f"batch size is {batch_size}; it must be at least 1")
     if threads is not None:
         set_threads(threads)
+    check_choice("weights", weights, WEIGHTS)
+    check_choice("activations", activations or "int8", ACTIVATIONS)
     start = time.perf_counter()
     chosen_device = choose_device(device)
-    chosen_dtype = choose_dtype(dtype, chosen_device, compile=compile)
+    chosen_dtype = choose_dtype(dtype, chosen_device)
+    chosen_kv_dtype = choose_kv_dtype(kv_dtype, chosen_dtype, is_dtype_given=dtype is not None)
     checkpoint = _open(path, preset)
-    check_memory(checkpoint, chosen_dtype, chosen_device)
-    model = load_model(checkpoint, device=chosen_device, dtype=chosen_dtype)
+    check_memory(checkpoint, weights, chosen_dtype, chosen_device)
+    model = load_model(
+        checkpoint, device=chosen_device, dtype=chosen_dtype, weights=weights, rounds_inputs=activations != "fp32"
+    )
+    if activations == "int8" and not model.rounds_inputs:
+        logger.warning("activations are rounded for the CPU's quantized weights only, of which there are none here")
     return Session(
         checkpoint=checkpoint,
-        runner=Runner(model, batch_size=batch_size, compile=compile),
+        runner=Runner(model, batch_size=batch_size, compile=compile, kv_dtype=chosen_kv_dtype),
         tokenizer=checkpoint.load_tokenizer(),
         load_s=time.perf_counter() - start,
     )
+
+
+def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
+    """Raise UserError for a value that a setting does not have."""
+    if value not in choices:
+        raise UserError(f"{setting} {value!r} is not supported; use {', '.join(choices)}")
 
 
 def set_threads(threads: int) -> None:
@@ -136,14 +176,14 @@ def set_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+def check_memory(checkpoint: Checkpoint, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
     """Raise UserError if the weights are larger than the memory that is free for them."""
-    needed = sum(math.prod(shape) for shape in list_tensor_shapes(checkpoint.config).values()) * dtype.itemsize
+    needed = estimate_weight_bytes(checkpoint, weights, dtype, device)
     free = get_available_memory(device)
     if free is not None and needed > free:
         raise UserError(
-            f"the weights of {checkpoint.path} take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} "
-            f"and {free / 1e9:.1f} GB are free on {device.type}; use a smaller model or dtype"
+            f"the weights of {checkpoint.path} take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on "
+            f"{device.type}; use a smaller model or --weights int4"
         )
 
 
@@ -160,14 +200,17 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def choose_dtype(name: str | None, device: torch.device, *, compile: bool = False) -> torch.dtype:
-    """The dtype of that name, or the device's fastest; raises UserError if the device cannot compute in it."""
+def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """The dtype of that name, or the device's best; raises UserError if the device cannot compute in it.
+
+    The CPU kernels compute in float32 whatever the weights are held in. Without them weights are expanded to the dtype,
+    so there it is what the library multiplies faster.
+    """
     if name is None:
         if device.type == "cpu":
-            return measure_cpu_dtype(compile)
+            return torch.float32 if ops.has_cpu_kernels() else measure_cpu_dtype()
         return torch.bfloat16 if supports_bfloat16(device) else torch.float16
-    if name not in DTYPES:
-        raise UserError(f"dtype {name!r} is not supported; use {', '.join(DTYPES)}")
+    check_choice("dtype", name, DTYPES)
     dtype = DTYPES[name]
     if device.type == "cpu" and dtype == torch.float16:
         raise UserError("dtype float16 is not supported on cpu, which has no fast arithmetic for it; use bfloat16")
@@ -176,30 +219,32 @@ def choose_dtype(name: str | None, device: torch.device, *, compile: bool = Fals
     return dtype
 
 
+def choose_kv_dtype(name: str | None, dtype: torch.dtype, *, is_dtype_given: bool) -> torch.dtype:
+    """The dtype of the key/value cache; see `load`."""
+    if name is not None:
+        check_choice("kv-dtype", name, KV_DTYPES)
+        return KV_DTYPES[name]
+    return dtype if is_dtype_given or dtype == torch.float16 else torch.bfloat16
+
+
 def supports_bfloat16(device: torch.device) -> bool:
     """Whether a CUDA GPU computes in bfloat16: from sm_80 on."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def measure_cpu_dtype(compile: bool) -> torch.dtype:
-    """Bfloat16 or float32, whichever multiplies a matrix with a vector sooner on this CPU; measured once.
+def measure_cpu_dtype() -> torch.dtype:
+    """Bfloat16 or float32, whichever the library multiplies a matrix with a vector in sooner here; measured once.
 
-    Half the bytes are no gain where a kernel has to widen every weight by hand, so it matters whether the run is
-    compiled. Where nothing compiles, the eager kernels are measured.
+    Half the bytes are no gain where it has to widen every weight by hand.
     """
-    facts = (describe_cpu(), torch.__version__, str(torch.get_num_threads()), str(compile))
+    facts = (describe_cpu(), torch.__version__, str(torch.get_num_threads()))
     path = get_cache_dir() / "cpu-dtype" / f"{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:24]}.json"
     names = ("float32", "bfloat16")
     seconds = read_times(path, names)
     if seconds is None:
         logger.info("measuring which dtype this CPU decodes faster in, this once")
-        keeps = is_writable(path.parent)
-        try:
-            seconds = time_matrix_vector(names, compile_function(multiply) if compile else multiply)
-        except CompilationError:
-            seconds = time_matrix_vector(names, multiply)
-            keeps = False  # a compiler may be installed later
-        if keeps:
+        seconds = time_matrix_vector(names)
+        if is_writable(path.parent):
             with replace_atomically(path) as partial:
                 partial.write_text(json.dumps(seconds))
     return DTYPES[min(seconds, key=lambda name: seconds[name])]
@@ -216,7 +261,7 @@ def read_times(path: Path, names: tuple[str, ...]) -> dict[str, float] | None:
 
 
 @torch.no_grad()
-def time_matrix_vector(names: tuple[str, ...], product: Step) -> dict[str, float]:
+def time_matrix_vector(names: tuple[str, ...]) -> dict[str, float]:
     """The least of ten times, in seconds, of a product that no cache can hold; the dtypes take turns."""
     operands = {
         name: (torch.ones(1, 4096, dtype=DTYPES[name]), torch.ones(8192, 4096, dtype=DTYPES[name])) for name in names
@@ -225,8 +270,8 @@ def time_matrix_vector(names: tuple[str, ...], product: Step) -> dict[str, float
     for repeat in range(11):
         for name, (x, weight) in operands.items():
             start = time.perf_counter()
-            product(x, weight)
-            if repeat:  # the first call may compile
+            F.linear(x, weight)
+            if repeat:  # the first call sets up its threads
                 seconds[name] = min(seconds[name], time.perf_counter() - start)
     return seconds
 

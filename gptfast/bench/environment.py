@@ -81,7 +81,7 @@ def _describe_device(device: torch.device, cores: Sequence[int]) -> tuple[str, i
 
         properties = torch.cuda.get_device_properties(device)
         return properties.name, properties.L2_cache_size, properties.total_memory
-    from gptfast.compilation import describe_cpu
+    from gptfast.cpu import describe_cpu
 
     return parse_cpu_name(describe_cpu()), sum_last_level_caches(cores), get_physical_memory()
 

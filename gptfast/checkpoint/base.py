@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from gptfast.chat import ChatTemplate
 from gptfast.config import GenerationDefaults, ModelConfig
 from gptfast.errors import CheckpointError
+from gptfast.quantization import QuantizedWeight, WeightScheme
+from gptfast.rounding import round_to_nearest
 from gptfast.tokenizer import Tokenizer
 
 ROTARY_PROJECTIONS = ("wq", "wk")
 """The modules whose rows some layouts store with the rotary pairs interleaved."""
+EXPANDED_AT_ONCE = 1 << 23
+"""Elements: bounds the float32 copy that expanding a quantized matrix makes beside the finished weights."""
+DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class Checkpoint(abc.ABC):
@@ -58,6 +64,22 @@ class Checkpoint(abc.ABC):
         check_tensor(self.path, name, tensor, tuple(out.shape))
         out.copy_(tensor)
 
+    def read_quantized(self, name: str) -> QuantizedWeight | None:
+        """The matrix as the file stores it, its rows in the order of `read`.
+
+        None where it is stored dense, or in a type that has to be expanded. Raises CheckpointError where `read` does,
+        and for a shape that the config does not ask for.
+        """
+        return None
+
+    def read_rounded(self, name: str, scheme: WeightScheme) -> QuantizedWeight:
+        """The matrix rounded to the nearest codes of `scheme`."""
+        return round_to_nearest(self.read(name), scheme, name=name)
+
+    @abc.abstractmethod
+    def describe_type(self, name: str) -> str:
+        """How the file stores the tensor, for reports: `BF16`, `Q4_1`, `int4 g32`."""
+
     @abc.abstractmethod
     def load_tokenizer(self) -> Tokenizer | None:
         """The checkpoint's own tokenizer; None for random weights, which have none."""
@@ -79,6 +101,14 @@ def check_tensor(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) 
             f"tensor {name} in {path} is stored as {tensor.dtype}, a quantization that is not supported; "
             "use a checkpoint in float32, float16 or bfloat16"
         )
+
+
+def split_rows(shape: tuple[int, int]) -> Iterator[slice]:
+    """The rows of a matrix (N, K), so many at a time that at most `EXPANDED_AT_ONCE` elements are."""
+    rows, columns = shape
+    step = max(1, EXPANDED_AT_ONCE // columns)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
 
 
 def canonicalize_name(name: str, layer_name: re.Pattern[str], modules: Mapping[str, str]) -> str:

@@ -12,18 +12,22 @@ from torch import Tensor
 
 from gptfast.chat import ChatTemplate, read_chat_template
 from gptfast.checkpoint.base import (
+    DTYPE_NAMES,
     ROTARY_PROJECTIONS,
     Checkpoint,
     canonicalize_name,
     check_tensor,
     deinterleave_rotary_rows,
+    split_rows,
 )
 from gptfast.checkpoint.fields import Fields
+from gptfast.checkpoint.gguf_blocks import can_unpack, unpack_blocks
 from gptfast.checkpoint.gguf_metadata import ROPE_FACTORS, TENSOR_INDEX, open_metadata_directory
 from gptfast.checkpoint.hf_config import parse_config, parse_generation_defaults
 from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.errors import CheckpointError
 from gptfast.files import read_json
+from gptfast.quantization import QuantizedWeight
 from gptfast.tokenizer import Tokenizer, open_tokenizer
 
 CANONICAL_NAMES = {
@@ -43,9 +47,7 @@ CANONICAL_NAMES = {
     "ffn_norm": "ffn_norm",
 }
 LAYER_NAME = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
-DENSE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DEQUANTIZED_AT_ONCE = 1 << 23
-"""Elements: bounds the float32 copy that dequantizing makes beside the finished weights."""
+DENSE_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class GgufCheckpoint(Checkpoint):
         return self.read(name) if self._tensors[name].type in DENSE_DTYPES else None
 
     def read_into(self, name: str, out: Tensor) -> None:
-        """See `Checkpoint.read_into`; at most `DEQUANTIZED_AT_ONCE` elements stand beside `out` at a time."""
+        """See `Checkpoint.read_into`; a slice of rows stands beside `out` at a time."""
         stored = self._tensors[name]
         if stored.type in DENSE_DTYPES:
             super().read_into(name, out)
@@ -126,6 +128,18 @@ class GgufCheckpoint(Checkpoint):
         self._check_shape(name, tuple(out.shape))
         for rows, values in self._dequantize(self.read_blocks(name)):
             out[rows] = values
+
+    def read_quantized(self, name: str) -> QuantizedWeight | None:
+        """See `Checkpoint.read_quantized`."""
+        stored = self._tensors[name]
+        if not can_unpack(stored.type) or len(stored.shape) != 2:
+            return None
+        self._check_shape(name, self._shapes.get(name, stored.shape))
+        return unpack_blocks(self.read_blocks(name).data, stored.type)
+
+    def describe_type(self, name: str) -> str:
+        """See `Checkpoint.describe_type`."""
+        return self._tensors[name].type
 
     def read_blocks(self, name: str) -> QuantizedBlocks:
         """The matrix unexpanded; raises CheckpointError if it is stored dense."""
@@ -175,10 +189,7 @@ class GgufCheckpoint(Checkpoint):
         import gguf
 
         kind = gguf.GGMLQuantizationType[blocks.type]
-        rows, columns = blocks.shape
-        step = max(1, DEQUANTIZED_AT_ONCE // columns)
-        for start in range(0, rows, step):
-            part = slice(start, min(start + step, rows))
+        for part in split_rows(blocks.shape):
             try:
                 values = gguf.dequantize(blocks.data[part].numpy(), kind)
             except NotImplementedError as error:

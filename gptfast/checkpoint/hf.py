@@ -6,14 +6,19 @@ import re
 from pathlib import Path
 
 import safetensors
+import torch
 from torch import Tensor
 
 from gptfast.chat import ChatTemplate, read_chat_template
-from gptfast.checkpoint.base import Checkpoint, canonicalize_name
+from gptfast.checkpoint.base import Checkpoint, canonicalize_name, check_tensor, split_rows
+from gptfast.checkpoint.compressed_matrix import CompressedMatrix, StoredParts, open_matrix
+from gptfast.checkpoint.compressed_tensors import QUANTIZED_PARTS, find_compressed, parse_compression
 from gptfast.checkpoint.fields import Fields
 from gptfast.checkpoint.hf_config import parse_config, parse_generation_defaults
+from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.errors import CheckpointError
 from gptfast.files import read_head, read_json
+from gptfast.quantization import QuantizedWeight
 from gptfast.tokenizer import Tokenizer, open_tokenizer
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -41,7 +46,7 @@ DERIVED_TENSOR = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
 class HuggingFaceCheckpoint(Checkpoint):
-    """See `Checkpoint`. Tensors are views of the mapped files."""
+    """See `Checkpoint`. Dense tensors are views of the mapped files; what compressed-tensors wrote is expanded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,23 +57,60 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.generation = parse_generation_defaults(
             Fields(raw, str(config_path)), Fields(generation, str(generation_path)), self.config.vocab_size
         )
+        compression = parse_compression(raw, str(config_path))
         self._files = {file: _open_file(file) for file in _list_files(path)}
-        self._locations = _locate_tensors(path, self._files)
+        locations = _locate_tensors(path, self._files)
+        self._owners = {stored_name: file for file, stored_name in locations.values()}
+        self._modules = {} if compression is None else find_compressed(self._owners, compression, path)
+        self._compressed = {
+            canonicalize_name(f"{module}.weight", LAYER_NAME, CANONICAL_NAMES): module for module in self._modules
+        }
+        parts = {f"{module}.{part}" for module in self._modules for part in QUANTIZED_PARTS}
+        self._dense = {name: stored_name for name, (_, stored_name) in locations.items() if stored_name not in parts}
+        self._shapes = list_tensor_shapes(self.config)
         self.stored_bytes = sum(file.stat().st_size for file in self._files)
 
     def names(self) -> frozenset[str]:
         """See `Checkpoint.names`."""
-        return frozenset(self._locations)
+        return frozenset(self._dense.keys() | self._compressed.keys())
 
     def read(self, name: str) -> Tensor:
         """See `Checkpoint.read`."""
-        file, stored_name = self._locations[name]
-        tensor: Tensor = self._files[file].get_tensor(stored_name)  # type: ignore[no-untyped-call]
-        return tensor
+        if name not in self._compressed:
+            return self._get_tensor(self._dense[name])
+        out = torch.empty(self._open_matrix(name).shape)
+        self.read_into(name, out)
+        return out
 
-    def view(self, name: str) -> Tensor:
+    def view(self, name: str) -> Tensor | None:
         """See `Checkpoint.view`."""
-        return self.read(name)
+        return None if name in self._compressed else self.read(name)
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """See `Checkpoint.read_into`; of a quantized matrix a slice of rows stands beside `out` at a time."""
+        if name not in self._compressed:
+            super().read_into(name, out)
+            return
+        matrix = self._open_matrix(name)
+        check_tensor(self.path, name, torch.empty(matrix.shape, device="meta"), tuple(out.shape))
+        for rows in split_rows(matrix.shape):
+            out[rows] = matrix.read_rows(rows).dequantize()
+
+    def read_quantized(self, name: str) -> QuantizedWeight | None:
+        """See `Checkpoint.read_quantized`."""
+        if name not in self._compressed:
+            return None
+        matrix = self._open_matrix(name)
+        check_tensor(self.path, name, torch.empty(matrix.shape, device="meta"), self._shapes.get(name, matrix.shape))
+        return matrix.read_rows(slice(None))
+
+    def describe_type(self, name: str) -> str:
+        """See `Checkpoint.describe_type`."""
+        if name in self._compressed:
+            return self._modules[self._compressed[name]].rounding.describe()
+        stored_name = self._dense[name]
+        opened = self._files[self._owners[stored_name]]
+        return str(opened.get_slice(stored_name).get_dtype())  # type: ignore[no-untyped-call]
 
     def load_tokenizer(self) -> Tokenizer:
         """See `Checkpoint.load_tokenizer`."""
@@ -77,6 +119,18 @@ class HuggingFaceCheckpoint(Checkpoint):
     def read_chat_template(self) -> ChatTemplate | None:
         """See `Checkpoint.read_chat_template`."""
         return read_chat_template(self.path)
+
+    def _get_tensor(self, stored_name: str) -> Tensor:
+        opened = self._files[self._owners[stored_name]]
+        tensor: Tensor = opened.get_tensor(stored_name)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def _find_tensor(self, stored_name: str) -> Tensor | None:
+        return self._get_tensor(stored_name) if stored_name in self._owners else None
+
+    def _open_matrix(self, name: str) -> CompressedMatrix:
+        module = self._compressed[name]
+        return open_matrix(StoredParts(self.path, module, self._find_tensor), self._modules[module])
 
 
 def _list_files(path: Path) -> list[Path]:

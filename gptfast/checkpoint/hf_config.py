@@ -28,7 +28,6 @@ UNSUPPORTED_SETTINGS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish", None),
     "mlp_bias": (False, None),
     "partial_rotary_factor": (1, None),
-    "quantization_config": (None,),
 }
 """Settings that change what a model computes, with the values under which the model file computes it."""
 
@@ -110,8 +109,9 @@ def refuse_unsupported(raw: Mapping[str, Any], source: str) -> None:
     for key, supported in UNSUPPORTED_SETTINGS.items():
         value = raw.get(key)
         if value not in supported:
-            name = value.get("quant_method", value) if isinstance(value, dict) else value
-            raise CheckpointError(f"{source} asks for {key} = {name!r}, which is not supported; use another checkpoint")
+            raise CheckpointError(
+                f"{source} asks for {key} = {value!r}, which is not supported; use another checkpoint"
+            )
 
 
 def parse_rope_scaling(rope: Fields, head_dim: int) -> RopeScaling | None:

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from gptfast.chat import LLAMA3_CHAT_TEMPLATE, ChatTemplate
-from gptfast.checkpoint.base import ROTARY_PROJECTIONS, Checkpoint, check_tensor, deinterleave_rotary_rows
+from gptfast.checkpoint.base import (
+    DTYPE_NAMES,
+    ROTARY_PROJECTIONS,
+    Checkpoint,
+    check_tensor,
+    deinterleave_rotary_rows,
+)
 from gptfast.checkpoint.fields import Fields
 from gptfast.checkpoint.presets import compute_ffn_dim
 from gptfast.checkpoint.shapes import list_tensor_shapes
@@ -73,6 +79,11 @@ class MetaCheckpoint(Checkpoint):
             check_tensor(self.path, name, tensor, self._shapes[name])
             tensor = deinterleave_rotary_rows(tensor, self.config.head_dim)
         return tensor
+
+    def describe_type(self, name: str) -> str:
+        """See `Checkpoint.describe_type`."""
+        dtype = next(shard[name].dtype for shard in self._shards if name in shard)
+        return DTYPE_NAMES.get(dtype, str(dtype))
 
     def load_tokenizer(self) -> Tokenizer:
         """See `Checkpoint.load_tokenizer`."""

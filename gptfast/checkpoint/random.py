@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from pathlib import Path
 
@@ -12,10 +13,11 @@ from gptfast.checkpoint.base import Checkpoint
 from gptfast.checkpoint.presets import get_preset
 from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.config import GenerationDefaults
+from gptfast.quantization import QuantizedWeight, WeightScheme
 
 
 class RandomCheckpoint(Checkpoint):
-    """See `Checkpoint`. Every tensor is a function of its name alone, so runs can be compared.
+    """See `Checkpoint`. Every tensor is a function of its name alone, so runs can be compared; it is "stored" in bfloat16.
 
     Norms are 1 and matrices normal with the variance 1 / in_features, which keeps activations near size 1.
     """
@@ -25,7 +27,7 @@ class RandomCheckpoint(Checkpoint):
         self.config = get_preset(preset)
         self.generation = GenerationDefaults()
         self._shapes = list_tensor_shapes(self.config)
-        self.stored_bytes = 0
+        self.stored_bytes = 2 * sum(math.prod(shape) for shape in self._shapes.values())
 
     def names(self) -> frozenset[str]:
         """See `Checkpoint.names`."""
@@ -33,7 +35,7 @@ class RandomCheckpoint(Checkpoint):
 
     def read(self, name: str) -> Tensor:
         """See `Checkpoint.read`."""
-        tensor = torch.empty(self._shapes[name])
+        tensor = torch.empty(self._shapes[name], dtype=torch.bfloat16)
         self.read_into(name, tensor)
         return tensor
 
@@ -44,6 +46,21 @@ class RandomCheckpoint(Checkpoint):
             return
         generator = torch.Generator(out.device).manual_seed(zlib.crc32(name.encode()))
         out.normal_(0.0, out.shape[1] ** -0.5, generator=generator)
+
+    def describe_type(self, name: str) -> str:
+        """See `Checkpoint.describe_type`."""
+        return "BF16"
+
+    def read_rounded(self, name: str, scheme: WeightScheme) -> QuantizedWeight:
+        """See `Checkpoint.read_rounded`; codes are drawn as they are, as rounding billions of weights takes minutes."""
+        rows, columns = self._shapes[name]
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        limit = 2 ** (scheme.bits - 1)
+        codes = torch.empty(rows, columns, dtype=torch.int8).random_(-limit, limit, generator=generator)
+        # Of evenly distributed codes the deviation is limit / sqrt(3).
+        scale = columns**-0.5 * 3**0.5 / limit
+        scales = torch.full((rows, columns // (scheme.group_size or columns)), scale).bfloat16().float()
+        return QuantizedWeight(codes, scales, scheme.bits)
 
     def load_tokenizer(self) -> None:
         """See `Checkpoint.load_tokenizer`."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gptfast.quantization import QuantizedWeight
+from gptfast.quantization import SUPER_BLOCK, QuantizedWeight
+
+BLOCK = 32
+"""Inputs that the kernels take at once."""
 
 
 def pack(weight: Tensor | QuantizedWeight) -> Tensor:
@@ -31,6 +34,14 @@ def pack(weight: Tensor | QuantizedWeight) -> Tensor:
         weight.codes.contiguous(), scales, mins, super_scales, super_mins, weight.bits
     )
     return packed
+
+
+def can_pack(weight: QuantizedWeight) -> bool:
+    """Whether the kernels have its groups: of a multiple of 32 inputs, or those of llama.cpp's K-quants."""
+    rows, columns = weight.shape
+    if weight.super_scales is not None:
+        return columns % SUPER_BLOCK == 0 and weight.group_size == (16 if weight.bits == 6 else BLOCK)
+    return weight.bits != 6 and (weight.group_size == columns or weight.group_size % BLOCK == 0)
 
 
 def is_exact_in_half(*values: Tensor | None) -> bool:

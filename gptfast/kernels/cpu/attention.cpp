@@ -36,6 +36,8 @@ struct Call {
   int64_t tiles() const { return batch * kv_heads * tiles_per_head(); }
   int64_t rows_per_tile() const { return tokens_at_once() * group(); }
   int64_t padded_dim() const { return (dim + W - 1) / W * W; }
+  // A query, and zeros up to a whole piece of keys.
+  int64_t query_floats() const { return (dim + 15) / 16 * 16; }
   // Sums of a row's values, then its largest score and the sum of its weights; whole cache lines.
   int64_t row_floats() const { return (padded_dim() + 2 + 15) / 16 * 16; }
 
@@ -70,18 +72,19 @@ struct Tile {
 
 // What one thread needs.
 struct Memory {
-  float *queries, *keys, *scores, *chunk, *total;
+  float* queries;
+  uint32_t* keys;
+  float *scores, *chunk, *total;
 
   static int64_t count_bytes(const Call& call) {
     const int64_t rows = call.rows_per_tile();
-    return Scratch::round_up(rows * call.dim * 4) + Scratch::round_up(count_keys(call) * 4) + rows * CHUNK * 4 +
-           2 * Scratch::round_up(rows * call.row_floats() * 4);
+    return Scratch::round_up(rows * call.query_floats() * 4) + call.query_floats() * KEY_SLOTS * 4 + rows * CHUNK * 4 +
+           2 * rows * call.row_floats() * 4;
   }
-  static int64_t count_keys(const Call& call) { return (call.dim + 4 * W - 1) / (4 * W) * 4 * W * KEY_SLOTS; }
   Memory(const Call& call, Scratch& scratch) {
     const int64_t rows = call.rows_per_tile();
-    queries = scratch.take<float>(rows * call.dim);
-    keys = scratch.take<float>(count_keys(call));
+    queries = scratch.take<float>(rows * call.query_floats());
+    keys = scratch.take<uint32_t>(call.query_floats() * KEY_SLOTS);
     scores = scratch.take<float>(rows * CHUNK);
     chunk = scratch.take<float>(rows * call.row_floats());
     total = scratch.take<float>(rows * call.row_floats());
@@ -94,7 +97,9 @@ void read_queries(const Call& call, const Tile& tile, float* queries) {
   const float scale = float(M_LOG2E / std::sqrt(double(call.dim)));
   for (int64_t row = 0; row < tile.rows; ++row) {
     const Q* source = (const Q*)call.q + tile.find_row(call, row);
-    for (int64_t d = 0; d < call.dim; ++d) queries[row * call.dim + d] = float(source[d]) * scale;
+    for (int64_t d = 0; d < call.dim; ++d) queries[d] = float(source[d]) * scale;
+    std::fill(queries + call.dim, queries + call.query_floats(), 0.0f);
+    queries += call.query_floats();
   }
 }
 
@@ -107,9 +112,9 @@ void read_scales(const float* scales, int64_t count, float* target) {
   }
 }
 
-template <int... M>
+template <class T, int... M>
 auto get_key_product(int64_t rows, std::integer_sequence<int, M...>) {
-  static constexpr std::array products{multiply_keys<M + 1>...};
+  static constexpr std::array products{multiply_keys<T, M + 1>...};
   return products[rows - 1];
 }
 
@@ -127,6 +132,10 @@ Range cut(Range range, int64_t chunk) {
   return {std::clamp<int64_t>(range.start - first, 0, CHUNK), std::clamp<int64_t>(range.end - first, 0, CHUNK)};
 }
 
+GPTFAST_INLINE void prefetch(const void* source, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch((const uint8_t*)source + line);
+}
+
 // One chunk's sums for all rows of a tile.
 template <class T>
 void attend_chunk(const Call& call, const Tile& tile, int64_t chunk, const Memory& memory, float* results) {
@@ -138,15 +147,21 @@ void attend_chunk(const Call& call, const Tile& tile, int64_t chunk, const Memor
   read_scales(call.k_scales ? call.k_scales + slot_index : nullptr, held, key_scales);
   read_scales(call.v_scales ? call.v_scales + slot_index : nullptr, held, value_scales);
 
+  const int64_t block_bytes = KEY_SLOTS * call.dim * int64_t(sizeof(T));
+#ifndef AHEAD
+#define AHEAD KEY_SLOTS
+#endif
   const Range all = cut(tile.get_visible(call), chunk);
   for (int64_t slot = all.start / KEY_SLOTS * KEY_SLOTS; slot < all.end; slot += KEY_SLOTS) {
+    prefetch(keys + (slot + AHEAD) * call.dim, block_bytes);
+    prefetch(values + slot * call.dim, block_bytes);
     transpose_keys(keys + slot * call.dim, held - slot, call.dim, memory.keys);
     for (int64_t row = 0; row < tile.rows; row += ROWS_AT_ONCE) {
       const int64_t rows = std::min<int64_t>(ROWS_AT_ONCE, tile.rows - row);
       const Range some = cut(tile.get_visible(call, row, row + rows - 1), chunk);
       if (slot >= some.end || slot + KEY_SLOTS <= some.start) continue;
-      get_key_product(rows, RowCounts{})(memory.queries + row * call.dim, memory.keys, call.dim, key_scales + slot,
-                                         memory.scores + row * CHUNK + slot);
+      get_key_product<T>(rows, RowCounts{})(memory.queries + row * call.query_floats(), call.query_floats(), memory.keys,
+                                            call.dim, key_scales + slot, memory.scores + row * CHUNK + slot);
     }
   }
   for (int64_t row = 0; row < tile.rows; row += ROWS_AT_ONCE) {

@@ -49,23 +49,35 @@ GPTFAST_INLINE V shuffle(V a, V b, std::integer_sequence<int, LANES...>) {
 #endif
 }
 
-// Exchange, between two rows of a matrix, the off-diagonal blocks of DISTANCE x DISTANCE lanes.
-template <int DISTANCE, int... LANE>
-GPTFAST_INLINE void exchange(vuint& a, vuint& b, std::integer_sequence<int, LANE...>) {
-  using Low = std::integer_sequence<int, (LANE & DISTANCE ? W + LANE - DISTANCE : LANE)...>;
-  using High = std::integer_sequence<int, (LANE & DISTANCE ? W + LANE : LANE + DISTANCE)...>;
-  const vuint low = shuffle(a, b, Low{}), high = shuffle(a, b, High{});
-  a = low;
-  b = high;
+// Of every four lanes of a and b, the first or the second half, one of a and one of b in turn; each SIZE lanes wide.
+template <int SIZE, bool IS_SECOND, int... LANE>
+GPTFAST_INLINE vuint interleave(vuint a, vuint b, std::integer_sequence<int, LANE...>) {
+  return shuffle(a, b,
+                 std::integer_sequence<int, ((LANE & ~3) + 2 * IS_SECOND + (LANE & 3) / (2 * SIZE) * SIZE + LANE % SIZE +
+                                             (LANE / SIZE % 2) * W)...>{});
 }
 
-// Transpose W x W lanes by exchanging ever smaller blocks (Eklundh 1972).
-template <int DISTANCE = W / 2>
-GPTFAST_INLINE void transpose(vuint* rows) {
-  for (int row = 0; row < W; ++row) {
-    if (!(row & DISTANCE)) exchange<DISTANCE>(rows[row], rows[row + DISTANCE], std::make_integer_sequence<int, W>{});
-  }
-  if constexpr (DISTANCE > 1) transpose<DISTANCE / 2>(rows);
+template <int SIZE>
+GPTFAST_INLINE void interleave(vuint& a, vuint& b) {
+  constexpr auto LANES = std::make_integer_sequence<int, W>{};
+  const vuint first = interleave<SIZE, false>(a, b, LANES), second = interleave<SIZE, true>(a, b, LANES);
+  a = first;
+  b = second;
+}
+
+// The transpose of W rows of four lanes, which lie `stride` bytes apart.
+GPTFAST_INLINE void load_transposed(const void* source, int64_t stride, vuint (&columns)[4]) {
+  vuint a = load_pieces(source, 4 * stride), b = load_pieces((const uint8_t*)source + stride, 4 * stride);
+  vuint c = load_pieces((const uint8_t*)source + 2 * stride, 4 * stride);
+  vuint d = load_pieces((const uint8_t*)source + 3 * stride, 4 * stride);
+  interleave<1>(a, b);
+  interleave<1>(c, d);
+  interleave<2>(a, c);
+  interleave<2>(b, d);
+  columns[0] = a;
+  columns[1] = c;
+  columns[2] = b;
+  columns[3] = d;
 }
 
 template <int DISTANCE, int... LANE>
@@ -108,45 +120,45 @@ GPTFAST_INLINE vfloat compute_exp2(vfloat x) {
 
 GPTFAST_INLINE float compute_exp2(float x) { return compute_exp2(broadcast(x))[0]; }
 
-// Keys of `slots` slots (slots, dim) as floats, transposed: target (dim, KEY_SLOTS), of which rows up to the next
-// multiple of W * PER_LANE are written. Slots and elements that are not there are zeros.
+// Keys of `slots` slots (slots, dim), transposed: target (lanes that make up dim, KEY_SLOTS). A lane holds elements that
+// follow each other; slots and elements that are not there are zeros.
 template <class T>
-void transpose_keys(const T* keys, int64_t slots, int64_t dim, float* target) {
-  constexpr int COLUMNS = W * PER_LANE<T>;
+void transpose_keys(const T* keys, int64_t slots, int64_t dim, uint32_t* target) {
+  constexpr int COLUMNS = 4 * PER_LANE<T>;
   for (int64_t first = 0; first < KEY_SLOTS; first += W) {
     const int64_t rows = std::clamp<int64_t>(slots - first, 0, W);
     for (int64_t column = 0; column < dim; column += COLUMNS) {
+      const T* source = keys + first * dim + column;
       const int64_t columns = std::min<int64_t>(dim - column, COLUMNS);
-      vuint lanes[W];
+      vuint lanes[4];
       if (rows == W && columns == COLUMNS) {
-        for (int row = 0; row < W; ++row) lanes[row] = load<vuint>(keys + (first + row) * dim + column);
+        load_transposed(source, dim * sizeof(T), lanes);
       } else {
-        std::memset(lanes, 0, sizeof(lanes));
-        for (int64_t row = 0; row < rows; ++row) {
-          std::memcpy(&lanes[row], keys + (first + row) * dim + column, columns * sizeof(T));
-        }
+        T padded[W][COLUMNS] = {};
+        for (int64_t row = 0; row < rows; ++row) std::memcpy(padded[row], source + row * dim, columns * sizeof(T));
+        load_transposed(padded, sizeof(padded[0]), lanes);
       }
-      transpose(lanes);
-      for (int lane = 0; lane < W; ++lane) {
-        for (int index = 0; index < PER_LANE<T>; ++index) {
-          store(target + (column + lane * PER_LANE<T> + index) * KEY_SLOTS + first,
-                get_element<T>(lanes[lane], index));
-        }
-      }
+      uint32_t* place = target + column / PER_LANE<T> * KEY_SLOTS + first;
+      for (int lane = 0; lane < 4; ++lane) store(place + lane * KEY_SLOTS, lanes[lane]);
     }
   }
 }
 
-// Scores of M queries (M, dim) with KEY_SLOTS transposed keys, times the keys' scales; scores have rows of CHUNK.
-template <int M>
-void multiply_keys(const float* queries, const float* keys, int64_t dim, const float* scales, float* scores) {
+// Scores of M queries with KEY_SLOTS transposed keys, times the keys' scales. Queries have rows of `stride`, in which
+// zeros follow the last element; scores have rows of CHUNK.
+template <class T, int M>
+void multiply_keys(const float* queries, int64_t stride, const uint32_t* keys, int64_t dim, const float* scales,
+                   float* scores) {
   vfloat low[M] = {}, high[M] = {};
-  for (int64_t d = 0; d < dim; ++d) {
-    const vfloat low_keys = load<vfloat>(keys + d * KEY_SLOTS), high_keys = load<vfloat>(keys + d * KEY_SLOTS + W);
-    for (int m = 0; m < M; ++m) {
-      const vfloat query = broadcast(queries[m * dim + d]);
-      low[m] = multiply_add(low_keys, query, low[m]);
-      high[m] = multiply_add(high_keys, query, high[m]);
+  for (int64_t d = 0; d < dim; d += PER_LANE<T>, keys += KEY_SLOTS) {
+    const vuint low_lanes = load<vuint>(keys), high_lanes = load<vuint>(keys + W);
+    for (int index = 0; index < PER_LANE<T>; ++index) {
+      const vfloat low_keys = get_element<T>(low_lanes, index), high_keys = get_element<T>(high_lanes, index);
+      for (int m = 0; m < M; ++m) {
+        const vfloat query = broadcast(queries[m * stride + d + index]);
+        low[m] = multiply_add(low_keys, query, low[m]);
+        high[m] = multiply_add(high_keys, query, high[m]);
+      }
     }
   }
   const vfloat low_scales = load<vfloat>(scales), high_scales = load<vfloat>(scales + W);

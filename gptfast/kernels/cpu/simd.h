@@ -104,6 +104,25 @@ GPTFAST_INLINE vfloat load_bfloat16(const uint16_t* source) {
 #endif
 }
 
+// Sixteen bytes from each of W / 4 places that are `stride` bytes apart.
+GPTFAST_INLINE vuint load_pieces(const void* source, int64_t stride) {
+#if defined(GPTFAST_AVX512) || defined(GPTFAST_AVX2)
+  const auto load_piece = [&](int piece) {
+    return _mm_loadu_si128((const __m128i*)((const uint8_t*)source + piece * stride));
+  };
+#endif
+#if defined(GPTFAST_AVX512)
+  __m512i pieces = _mm512_castsi128_si512(load_piece(0));
+  pieces = _mm512_inserti32x4(pieces, load_piece(1), 1);
+  pieces = _mm512_inserti32x4(pieces, load_piece(2), 2);
+  return (vuint)_mm512_inserti32x4(pieces, load_piece(3), 3);
+#elif defined(GPTFAST_AVX2)
+  return (vuint)_mm256_inserti128_si256(_mm256_castsi128_si256(load_piece(0)), load_piece(1), 1);
+#else
+  return load<vuint>(source);
+#endif
+}
+
 // W bytes, signed or not, as floats.
 template <class Byte>
 GPTFAST_INLINE vfloat load_bytes(const void* source) {

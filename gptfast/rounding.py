@@ -1,0 +1,238 @@
+"""From a matrix of floats to small integers: every group's scale and zero, and each weight's nearest code.
+
+Scales are rounded to bfloat16 before the codes are chosen, as checkpoints store them in two bytes.
+
+Shapes: N out_features, K in_features, C inputs of a group, G = K / C groups of a row, R rows of a slice,
+M = R * G groups of a slice.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptfast.errors import UserError
+from gptfast.quantization import QuantizedWeight, WeightScheme
+
+SLICE_WEIGHTS = {"cpu": 2**18, "cuda": 2**23}
+"""Weights that are rounded at once: on a CPU what its caches hold, on CUDA what keeps it busy."""
+RoundedRows = tuple[Tensor, Tensor, Tensor]
+"""Codes (R, K) int8, scales (R, G) float32 and zeros (R, G) int8, all 0 if symmetric."""
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""The scale of a group of zeros."""
+
+EXTREME_CODES = torch.linspace(5, 9.5, 12).tolist()
+"""Symmetric candidates: the code that the largest magnitude of a group would have if there were enough of them.
+
+With 40 of them from 4 to 12 the squared error is 0.05 % lower, at three times the time (SmolLM2-135M, groups of 64).
+"""
+RANGE_CODES = torch.linspace(13, 19, 8).tolist()
+"""Asymmetric candidates: the steps that the range of a group would have; all zeros and 30 of these gain 0.15 %."""
+
+
+def round_to_nearest(weight: Tensor, scheme: WeightScheme, *, name: str = "the matrix") -> QuantizedWeight:
+    """Round a matrix (N, K) of any floating dtype; the result lies on its device.
+
+    Of 8 bits a group's range is that of its weights; of 4 bits it is searched for, see `choose_ranges`. Beside
+    the matrix and the result this takes less than 32 MB on a CPU and 512 MB on CUDA. 100 M weights take 2.5 s at
+    4 bits and 0.15 s at 8 (two cores of a Zen 5, torch 2.13, 2026-11-30).
+
+    Raises UserError, which calls the matrix `name`, if the groups do not divide K or a weight is not finite.
+    """
+
+    def round_rows(values: Tensor) -> RoundedRows:
+        scales, zeros = choose_ranges(values, scheme, name=name)
+        return choose_codes(values, scales, zeros, scheme), scales, zeros
+
+    return round_slices(weight, scheme, round_rows, name=name)
+
+
+def round_slices(
+    weight: Tensor,
+    scheme: WeightScheme,
+    round_rows: Callable[[Tensor], RoundedRows],
+    *,
+    slice_weights: int | None = None,
+    name: str,
+) -> QuantizedWeight:
+    """Round a matrix (N, K) by what `round_rows` makes of slices (R, K) of it in float32; see `slice_rows`.
+
+    Raises UserError, which calls the matrix `name`, if the groups do not divide K.
+    """
+    rows, columns = weight.shape
+    groups = columns // get_group_size(columns, scheme, name)
+    codes = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(rows, groups, device=weight.device)
+    zeros = torch.empty(rows, groups, dtype=torch.int8, device=weight.device)
+    for part in slice_rows(weight, slice_weights):
+        codes[part], scales[part], zeros[part] = round_rows(weight[part].float())
+    return QuantizedWeight(codes, scales, scheme.bits, None if scheme.symmetric else zeros)
+
+
+def get_group_size(columns: int, scheme: WeightScheme, name: str) -> int:
+    """Inputs that share a scale in a matrix of that many columns; raises UserError unless they divide them."""
+    if scheme.group_size is None:
+        return columns
+    if columns % scheme.group_size:
+        raise UserError(
+            f"{name} has {columns} inputs, which groups of {scheme.group_size} do not divide; "
+            "use another group size, or 8 bits with one scale per channel"
+        )
+    return scheme.group_size
+
+
+def slice_rows(weight: Tensor, slice_weights: int | None = None) -> Iterator[slice]:
+    """Slices of rows that hold about so many weights, by default `SLICE_WEIGHTS`, or one row."""
+    rows, columns = weight.shape
+    step = max(1, (slice_weights or SLICE_WEIGHTS[weight.device.type]) // columns)
+    for start in range(0, rows, step):
+        yield slice(start, start + step)
+
+
+def get_code_range(scheme: WeightScheme) -> tuple[int, int]:
+    """The least and the largest code."""
+    if scheme.bits == 4 and not scheme.symmetric:
+        return 0, 15
+    return -(2 ** (scheme.bits - 1)), 2 ** (scheme.bits - 1) - 1
+
+
+def choose_ranges(
+    values: Tensor, scheme: WeightScheme, importance: Tensor | None = None, *, name: str = "the matrix"
+) -> tuple[Tensor, Tensor]:
+    """Scales (R, G) float32 and zeros (R, G) int8, all 0 if symmetric, for some rows (R, K) float32.
+
+    Of 8 bits the codes span what lies in the group. Of 4 bits they span the range, among a few candidates, with
+    the least squared error, where a weight counts as much as the `importance` (K,) of its input. The error is never
+    more than that of the group's whole range. A symmetric scale may be negative: there are more codes below zero
+    than above, so the sign says on which side.
+
+    Raises UserError, which calls the matrix `name`, if a weight is not finite.
+    """
+    rows, columns = values.shape
+    group_size = columns if scheme.group_size is None else scheme.group_size
+    scales, zeros = span_range(values, group_size, scheme)
+    if not torch.isfinite(scales).all():
+        raise UserError(f"{name} has weights that are not finite; the checkpoint is damaged")
+    if scheme.bits == 4:
+        # One group a column: every operation then runs along contiguous memory.
+        columns_of_groups = values.view(-1, group_size).t().contiguous()
+        if importance is not None:
+            importance = importance.view(-1, group_size).t().repeat(1, rows)
+        scales, zeros = search_ranges(columns_of_groups, scales.flatten(), zeros.flatten(), scheme, importance)
+    return scales.view(rows, -1), zeros.view(rows, -1).to(torch.int8)
+
+
+def choose_codes(values: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightScheme) -> Tensor:
+    """The nearest codes (R, K) int8 of some rows (R, K) float32 with scales and zeros (R, G)."""
+    block = (1, values.shape[1] // scales.shape[1])
+    least, largest = get_code_range(scheme)
+    codes: Tensor = import_primitives().quantize_affine(values, block, scales, zeros, torch.int8, least, largest)
+    return codes
+
+
+def span_range(values: Tensor, group_size: int, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
+    """Scales and zeros (R, G), both float32, with which no weight is further than half a scale from its code.
+
+    The scale is rounded up to bfloat16, as rounding down would cut the ends off, at 8 bits by half a step.
+    """
+    primitives = import_primitives()
+    least, largest = get_code_range(scheme)
+    kind = primitives.MappingType.SYMMETRIC if scheme.symmetric else primitives.MappingType.ASYMMETRIC
+    scales, zeros = primitives.choose_qparams_affine(
+        values, kind, (1, group_size), torch.int8, least, largest, eps=SMALLEST_SCALE, keepdim=True
+    )
+    scales = round_up_to_bfloat16(scales)
+    if not scheme.symmetric:
+        # Its own zero belongs to the scale before it was rounded, and would be off by up to two steps at 8 bits.
+        minimum = values.view(*scales.shape, group_size).amin(-1).clamp(max=0)
+        zeros = (least - (minimum / scales).round()).clamp(least, largest)
+    return scales, zeros.float()
+
+
+def search_ranges(
+    values: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightScheme, importance: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Scales and zeros (M,) of 4 bits with less squared error than the given ones, or those.
+
+    `values` and `importance` are (C, M). A candidate is judged by the error that is left with the scale that is best
+    for its codes c, which is sum(v c) / sum(c c) for values v; that error is sum(v v) - sum(v c)^2 / sum(c c).
+    """
+    best_scales, best_zeros, best_gain = scales, zeros, torch.zeros_like(scales)
+    for candidate_scales, candidate_zeros in list_candidates(values, scales, scheme):
+        fitted, gain = fit_scales(values, candidate_scales, candidate_zeros, scheme, importance)
+        better = gain > best_gain
+        best_gain = torch.where(better, gain, best_gain)
+        best_scales = torch.where(better, fitted, best_scales)
+        best_zeros = torch.where(better, candidate_zeros, best_zeros)
+    best_scales, _ = fit_scales(values, best_scales, best_zeros, scheme, importance)
+    best_scales = best_scales.bfloat16().float()
+    error = sum_errors(values, scales, zeros, scheme, importance)
+    better = sum_errors(values, best_scales, best_zeros, scheme, importance) < error
+    return torch.where(better, best_scales, scales), torch.where(better, best_zeros, zeros)
+
+
+def list_candidates(values: Tensor, scales: Tensor, scheme: WeightScheme) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of scales and zeros (M,) to try for values (C, M) whose whole range the given scales span."""
+    least, largest = get_code_range(scheme)
+    steps = largest - least
+    low, high = values.amin(0), values.amax(0)
+    if scheme.symmetric:
+        signed = torch.where(high > -low, -scales, scales) * (steps / 2)
+        zeros = torch.zeros_like(scales)
+        for code in EXTREME_CODES:
+            yield signed / code, zeros
+            yield -signed / code, zeros
+        return
+    middle = (low.clamp(max=0) + high.clamp(min=0)) / 2
+    for codes in RANGE_CODES:
+        candidate = scales * (steps / codes)
+        zeros = (least + largest) / 2 - middle / candidate
+        yield candidate, zeros.floor().clamp(least, largest)
+        yield candidate, zeros.ceil().clamp(least, largest)
+
+
+def fit_scales(
+    values: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightScheme, importance: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The scales that are best for the codes that the given ones lead to, and by how much they cut sum(v v); (M,)."""
+    codes = center_codes(values, scales, zeros, scheme)
+    weighted = codes if importance is None else codes * importance
+    product, square = (weighted * values).sum(0), (weighted * codes).sum(0)
+    fitted = torch.where(square > 0, product / square, scales)
+    return fitted, product * fitted
+
+
+def sum_errors(
+    values: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightScheme, importance: Tensor | None
+) -> Tensor:
+    """The squared errors of every group (M,)."""
+    errors = (center_codes(values, scales, zeros, scheme) * scales - values).square()
+    return errors.sum(0) if importance is None else (errors * importance).sum(0)
+
+
+def center_codes(values: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightScheme) -> Tensor:
+    """Codes less their zero, as floats (C, M): what a scale is multiplied with."""
+    least, largest = get_code_range(scheme)
+    return (values * (1 / scales)).round_().maximum(least - zeros).minimum(largest - zeros)
+
+
+def round_up_to_bfloat16(scales: Tensor) -> Tensor:
+    """The least bfloat16 values that are not below the positive float32 ones, still in float32."""
+    return ((scales.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+
+
+@functools.cache
+def import_primitives() -> Any:
+    """The affine primitives of torchao, without the lines that its import logs of libraries that it can do without."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        return importlib.import_module("torchao.quantization.quant_primitives")
+    finally:
+        logging.disable(disabled)

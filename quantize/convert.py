@@ -1,0 +1,192 @@
+"""From an open checkpoint to a written one, one matrix at a time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gptfast.checkpoint.base import Checkpoint, check_tensor
+from gptfast.checkpoint.compressed_tensors import CONFIG_KEYS
+from gptfast.checkpoint.hf import HuggingFaceCheckpoint
+from gptfast.errors import CheckpointError, UserError
+from gptfast.files import read_json
+from gptfast.quantization import QuantizedWeight, WeightScheme
+from gptfast.rounding import round_to_nearest, slice_rows
+from quantize.metadata import make_config, write_companions, write_json
+from quantize.names import get_hf_module, get_hf_name
+from quantize.packing import pack
+from quantize.plan import Plan, PlannedTensor
+from quantize.report import LayerReport, Report
+from quantize.writer import ShardWriter, check_disk_space, check_output, write_aside
+
+Mode = Literal["int8", "int4", "int4-hqq", "int4-gptq"]
+OnLayer = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How matrices are rounded.
+
+    Attributes:
+        mode: int8 and int4 round to nearest, with a search for the range of every group at 4 bits.
+        scheme: of the layers that no rule is for.
+        calibration: a text for int4-gptq; None for the default one.
+    """
+
+    mode: Mode
+    scheme: WeightScheme
+    calibration: Path | None = None
+
+
+def refuse_compressed(checkpoint: Checkpoint) -> None:
+    """Raise UserError for a checkpoint that is in compressed-tensors form already."""
+    if isinstance(checkpoint, HuggingFaceCheckpoint):
+        raw = read_json(checkpoint.path / "config.json")
+        if any(raw.get(key) for key in CONFIG_KEYS):
+            raise UserError(
+                f"{checkpoint.path} is a quantized compressed-tensors checkpoint already; "
+                "give the checkpoint that it was made from"
+            )
+
+
+def convert(checkpoint: Checkpoint, output: Path, plan: Plan, settings: Settings, on_layer: OnLayer) -> Report:
+    """Write the checkpoint as planned to the new directory `output`.
+
+    Matrices are read, rounded, packed and written one after the other. Beside what the file maps, memory holds one of
+    them in its source's form and in ours, and the shard that is being filled; with GPTQ a block of the model too.
+
+    `on_layer` is told the name of each matrix that is done. Raises UserError if `output` holds anything, if the disk
+    has no room, if a weight is not finite, or if the model cannot be described in Hugging Face's words. Whatever is
+    raised, `output` is then as it was.
+    """
+    start = time.perf_counter()
+    check_output(output)
+    sizes = plan.compute_stored_bytes()
+    check_disk_space(output, sum(sizes.values()))
+    config = make_config(checkpoint, plan)
+    errors: dict[str, float] = {}
+    with torch.inference_mode(), write_aside(output) as partial:
+        writer = ShardWriter(partial, sizes)
+        for tensor in plan.dense:
+            writer.add(get_hf_name(tensor.name), read_dense(checkpoint, tensor))
+        for tensor, weight in round_matrices(checkpoint, plan, settings):
+            assert tensor.scheme is not None
+            errors[tensor.name] = measure_error(checkpoint.read(tensor.source), weight)
+            for end, packed in pack(weight, tensor.scheme).items():
+                writer.add(f"{get_hf_module(tensor.name)}.{end}", packed)
+            on_layer(get_hf_module(tensor.name))
+        writer.finish()
+        write_companions(checkpoint, partial)
+        # Last, as a directory without it is not taken for a checkpoint.
+        write_json(partial / "config.json", config)
+    return Report(
+        source=str(checkpoint.path),
+        output=str(output),
+        mode=settings.mode,
+        precision=settings.scheme.describe(),
+        source_bytes=checkpoint.stored_bytes,
+        stored_bytes=sum(sizes.values()),
+        stored_weights=sum(math.prod(tensor.shape) for tensor in plan.tensors),
+        duration_s=time.perf_counter() - start,
+        warnings=tuple(plan.list_warnings()),
+        layers=report_layers(plan, errors),
+    )
+
+
+def report_layers(plan: Plan, errors: dict[str, float]) -> tuple[LayerReport, ...]:
+    """The linear layers in the order of the model, with the relative error of each that was rounded."""
+    return tuple(
+        LayerReport(
+            name=tensor.name,
+            hf_name=get_hf_module(tensor.name),
+            shape=tensor.shape,
+            precision=tensor.precision,
+            relative_error=errors.get(tensor.name, 0.0),
+            note=tensor.note,
+            is_skipped=tensor.is_skipped,
+        )
+        for tensor in plan.layers
+    )
+
+
+def read_dense(checkpoint: Checkpoint, tensor: PlannedTensor) -> Tensor:
+    """A tensor as it is to be stored, a view of the mapped file where that is the same."""
+    stored = checkpoint.view(tensor.source)
+    if stored is None or stored.dtype != tensor.dtype:
+        stored = torch.empty(tensor.shape, dtype=tensor.dtype)
+        checkpoint.read_into(tensor.source, stored)
+    check_numbers(checkpoint, tensor, stored)
+    return stored.contiguous()
+
+
+def read_matrix(checkpoint: Checkpoint, tensor: PlannedTensor) -> Tensor:
+    """A matrix to be rounded, in the source's dtype or expanded to float32."""
+    matrix = checkpoint.read(tensor.source)
+    check_numbers(checkpoint, tensor, matrix)
+    return matrix
+
+
+def check_numbers(checkpoint: Checkpoint, tensor: PlannedTensor, values: Tensor) -> None:
+    """Raise CheckpointError if the tensor is not of the config's shape or holds a number that is not finite."""
+    check_tensor(checkpoint.path, tensor.source, values, tensor.shape)
+    if not all(map(torch.isfinite, torch.aminmax(values))):
+        raise CheckpointError(
+            f"tensor {tensor.source} in {checkpoint.path} holds NaN or infinite numbers; the file is damaged, "
+            "so download it again"
+        )
+
+
+def round_matrices(
+    checkpoint: Checkpoint, plan: Plan, settings: Settings
+) -> Iterator[tuple[PlannedTensor, QuantizedWeight]]:
+    """Round what is planned to be, in the order of the layers."""
+    planned = {tensor.name: tensor for tensor in plan.rounded}
+    if settings.mode == "int4-gptq":
+        for tensor in plan.rounded:
+            read_matrix(checkpoint, tensor)
+        for name, weight in iterate_gptq_blocks(checkpoint, plan, settings):
+            yield planned.pop(name), weight
+    for tensor in planned.values():
+        yield tensor, round_matrix(read_matrix(checkpoint, tensor), tensor, settings)
+
+
+def round_matrix(weight: Tensor, tensor: PlannedTensor, settings: Settings) -> QuantizedWeight:
+    """Round one matrix (N, K) by itself."""
+    assert tensor.scheme is not None
+    if settings.mode == "int4-hqq" and tensor.scheme.bits == 4:
+        from quantize.hqq import quantize_hqq
+
+        return quantize_hqq(weight, tensor.scheme)
+    return round_to_nearest(weight, tensor.scheme, name=tensor.source)
+
+
+def iterate_gptq_blocks(
+    checkpoint: Checkpoint, plan: Plan, settings: Settings
+) -> Iterator[tuple[str, QuantizedWeight]]:
+    """Round the matrices of the blocks by what a calibration text puts into them; the head is not among them."""
+    from quantize.calibration import make_calibration_ids, read_calibration_text
+    from quantize.gptq_model import iterate_gptq
+
+    tokenizer = checkpoint.load_tokenizer()
+    if tokenizer is None:
+        raise UserError(f"{checkpoint.path} has no tokenizer to read a calibration text with; use another mode")
+    token_ids = make_calibration_ids(tokenizer, read_calibration_text(settings.calibration))
+    schemes = {tensor.name: tensor.scheme for tensor in plan.rounded if tensor.name.startswith("layers.")}
+    return iterate_gptq(checkpoint, schemes.get, token_ids)
+
+
+def measure_error(weight: Tensor, rounded: QuantizedWeight) -> float:
+    """The Frobenius norm of what rounding changed, over that of the matrix; 0 for a matrix of zeros."""
+    changed = total = 0.0
+    for rows in slice_rows(weight):
+        exact = weight[rows].float()
+        total += float(exact.square().sum(dtype=torch.float64))
+        changed += float((rounded.select_rows(rows).dequantize() - exact).square().sum(dtype=torch.float64))
+    return math.sqrt(changed / total) if total else 0.0

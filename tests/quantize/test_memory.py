@@ -1,0 +1,98 @@
+"""Memory of a conversion: anonymous memory, as the mapped source can be dropped at any time."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from gptfast.config import ModelConfig
+from quantize.hf_config import make_hf_config
+from tests.reference.checkpoints import hf_name, write_json
+from tests.reference.families import FAMILIES, tensor_shapes
+from tests.reference.sessions import run_process
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+SCRIPT = """
+import json, re, sys, threading, time
+from pathlib import Path
+import torch
+from gptfast.checkpoint import open_checkpoint
+from gptfast.quantization import WeightScheme
+from quantize import writer
+from quantize.convert import Settings, convert
+from quantize.plan import list_default_rules, make_plan
+
+def read_anonymous_bytes():
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+def run(source, output):
+    scheme = WeightScheme(4, 32)
+    checkpoint = open_checkpoint(Path(source))
+    plan = make_plan(checkpoint, scheme, list_default_rules(scheme))
+    convert(checkpoint, Path(output), plan, Settings("int4", scheme), lambda name: None)
+
+torch.set_num_threads(1)
+small, source, output, shard_bytes = sys.argv[1:]
+writer.SHARD_BYTES = int(shard_bytes)
+run(small, output + "-small")  # imports what is imported late
+before = peak = read_anonymous_bytes()
+done = threading.Event()
+
+def watch():
+    global peak
+    while not done.is_set():
+        peak = max(peak, read_anonymous_bytes())
+        time.sleep(0.005)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+run(source, output)
+done.set()
+watcher.join()
+print(json.dumps({"above_imports_bytes": peak - before}))
+"""
+
+
+def write_model(directory: Path, config: ModelConfig) -> Path:
+    """A bfloat16 checkpoint of many small random numbers that repeat, so that it is made quickly."""
+    directory.mkdir()
+    numbers = torch.randn(1 << 16).bfloat16()
+    tensors = {}
+    for name, shape in tensor_shapes(config).items():
+        size = math.prod(shape)
+        tensors[hf_name(name)] = numbers.repeat(size // len(numbers) + 1)[:size].clone().view(shape)
+    save_file(tensors, directory / "model.safetensors")
+    write_json(directory / "config.json", make_hf_config(config))
+    return directory
+
+
+def measure(tmp_path: Path, config: ModelConfig, shard_bytes: int) -> int:
+    small = write_model(tmp_path / "small", FAMILIES["llama-tied"])
+    source = write_model(tmp_path / "in", config)
+    outcome = run_process("-c", SCRIPT, small, source, tmp_path / "out", shard_bytes)
+    assert outcome.exit_code == 0, outcome.stderr
+    above: int = outcome.json["above_imports_bytes"]
+    return above
+
+
+def test_memory_stays_below_two_of_the_largest_tensor_and_a_shard(tmp_path: Path) -> None:
+    config = replace(FAMILIES["llama-tied"], dim=1024, head_dim=128, ffn_dim=2048, n_layers=3, vocab_size=32_768)
+    largest_bytes, shard_bytes = 2 * config.vocab_size * config.dim, 20_000_000
+    bound = 2 * largest_bytes + shard_bytes
+    assert measure(tmp_path, config, shard_bytes) < bound
+
+
+@pytest.mark.slow
+def test_memory_stays_bounded_with_the_head_of_llama_3(tmp_path: Path) -> None:
+    config = replace(
+        FAMILIES["llama-tied"], dim=2048, head_dim=128, n_heads=16, ffn_dim=8192, n_layers=4, vocab_size=128_256
+    )
+    largest_bytes, shard_bytes = 2 * config.vocab_size * config.dim, 250_000_000
+    assert measure(tmp_path, config, shard_bytes) < 2 * largest_bytes + shard_bytes

@@ -1,0 +1,190 @@
+"""Round-to-nearest: its error bounds, the search for ranges and the memory it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gptfast.errors import UserError
+from gptfast.quantization import QuantizedWeight, WeightScheme
+from gptfast.rounding import choose_codes, get_code_range, round_to_nearest, span_range
+from tests.reference.sessions import run_process
+
+SCHEMES = [WeightScheme(bits, group, symmetric) for bits in (4, 8) for group in (16, 64, None) for symmetric in (1, 0)]
+FOUR_BITS = [scheme for scheme in SCHEMES if scheme.bits == 4]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> Tensor:
+    """Matrices with 128 inputs: Gaussian, shifted, heavy-tailed, with groups of zeros, of any magnitude."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    weight = torch.randn(draw(st.integers(1, 5)), 128, generator=generator)
+    weight = weight.sign() * weight.abs() ** draw(st.sampled_from([0.0, 0.5, 1.0, 3.0]))
+    weight = (weight + draw(st.sampled_from([0.0, 0.5, -3.0]))) * 10.0 ** draw(st.integers(-12, 12))
+    if draw(st.booleans()):
+        weight[0] = 0
+    return weight
+
+
+def repeat_scales(rounded: QuantizedWeight) -> Tensor:
+    return rounded.scales.repeat_interleave(rounded.group_size, dim=1)
+
+
+def sum_squared_errors(weight: Tensor, rounded: QuantizedWeight) -> Tensor:
+    """Of every group, in float64."""
+    errors = (rounded.dequantize().double() - weight.double()).view(*rounded.scales.shape, -1)
+    return errors.square().sum(-1)
+
+
+def round_without_search(weight: Tensor, scheme: WeightScheme) -> QuantizedWeight:
+    scales, zeros = span_range(weight, scheme.group_size or weight.shape[1], scheme)
+    codes = choose_codes(weight, scales, zeros, scheme)
+    return QuantizedWeight(codes, scales, scheme.bits, None if scheme.symmetric else zeros.to(torch.int8))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=WeightScheme.describe)
+@settings(max_examples=10, deadline=None)
+@given(weight=matrices())
+def test_a_range_that_spans_the_group_leaves_no_error_above_half_a_scale(scheme: WeightScheme, weight: Tensor) -> None:
+    rounded = round_without_search(weight, scheme)
+    errors = (rounded.dequantize() - weight).abs()
+    assert (errors <= repeat_scales(rounded) / 2 * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=WeightScheme.describe)
+@settings(max_examples=10, deadline=None)
+@given(weight=matrices())
+def test_codes_and_zeros_are_those_of_the_format_and_scales_are_of_bfloat16(
+    scheme: WeightScheme, weight: Tensor
+) -> None:
+    rounded = round_to_nearest(weight, scheme)
+    least, largest = get_code_range(scheme)
+    groups = 128 // (scheme.group_size or 128)
+    assert rounded.bits == scheme.bits
+    assert rounded.codes.dtype == torch.int8
+    assert rounded.codes.shape == weight.shape
+    assert int(rounded.codes.min()) >= least
+    assert int(rounded.codes.max()) <= largest
+    assert rounded.scales.shape == (len(weight), groups)
+    assert rounded.scales.dtype == torch.float32
+    assert rounded.scales.equal(rounded.scales.bfloat16().float())
+    assert (rounded.zeros is None) == scheme.symmetric
+    if rounded.zeros is not None:
+        assert rounded.zeros.dtype == torch.int8
+        assert rounded.zeros.shape == rounded.scales.shape
+        assert int(rounded.zeros.min()) >= least
+        assert int(rounded.zeros.max()) <= largest
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=WeightScheme.describe)
+@settings(max_examples=10, deadline=None)
+@given(weight=matrices())
+def test_every_code_is_a_nearest_one(scheme: WeightScheme, weight: Tensor) -> None:
+    rounded = round_to_nearest(weight, scheme)
+    least, largest = get_code_range(scheme)
+    error = (rounded.dequantize() - weight).abs()
+    for step in (-1, 1):
+        moved = (rounded.codes.int() + step).clamp(least, largest).to(torch.int8)
+        other = QuantizedWeight(moved, rounded.scales, rounded.bits, rounded.zeros)
+        assert (error <= (other.dequantize() - weight).abs() + repeat_scales(rounded).abs() * 1e-4).all()
+
+
+@pytest.mark.parametrize("scheme", FOUR_BITS, ids=WeightScheme.describe)
+@settings(max_examples=10, deadline=None)
+@given(weight=matrices())
+def test_the_search_never_has_more_squared_error_than_the_whole_range(scheme: WeightScheme, weight: Tensor) -> None:
+    searched = sum_squared_errors(weight, round_to_nearest(weight, scheme))
+    assert (searched <= sum_squared_errors(weight, round_without_search(weight, scheme)) * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize(("symmetric", "share"), [(True, 0.78), (False, 0.92)])
+def test_the_search_saves_much_of_the_squared_error(symmetric: bool, share: float) -> None:
+    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    scheme = WeightScheme(4, 64, symmetric)
+    searched = sum_squared_errors(weight, round_to_nearest(weight, scheme)).sum()
+    assert searched < share * sum_squared_errors(weight, round_without_search(weight, scheme)).sum()
+
+
+def test_the_search_comes_close_to_the_best_of_thousands_of_scales() -> None:
+    weight = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
+    extreme = float(weight.abs().max())
+    signed = torch.linspace(extreme / 14, extreme / 4, 4000)
+    scales = torch.cat([signed, -signed])[:, None]
+    codes = (weight / scales).round().clamp(-8, 7)
+    best = (codes * scales - weight).square().sum(-1).min()
+    assert sum_squared_errors(weight, round_to_nearest(weight, WeightScheme(4, 32))).sum() < 1.02 * best
+
+
+def test_an_outlier_takes_the_code_that_only_one_side_has() -> None:
+    for sign in (1, -1):
+        weight = torch.linspace(-7, 7, 32)[None] * sign
+        weight[0, -1] = 8 * sign
+        rounded = round_to_nearest(weight, WeightScheme(4, 32))
+        assert int(rounded.codes[0, -1]) == -8
+        assert rounded.scales.item() * sign < 0
+
+
+def test_a_matrix_on_the_grid_of_a_scheme_is_rounded_exactly() -> None:
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 16, (8, 128), generator=generator)
+    codes.view(8, 4, 32)[..., 0], codes.view(8, 4, 32)[..., 1] = 0, 15
+    weight = ((codes - 5) * 0.25).float()
+    assert round_to_nearest(weight, WeightScheme(4, 32, symmetric=False)).dequantize().equal(weight)
+
+
+def test_zeros_are_rounded_to_zeros() -> None:
+    for scheme in SCHEMES:
+        assert round_to_nearest(torch.zeros(2, 64), scheme).dequantize().equal(torch.zeros(2, 64))
+
+
+def test_the_dtype_of_the_same_numbers_and_the_slices_do_not_matter() -> None:
+    weight = torch.randn(300, 2048, generator=torch.Generator().manual_seed(3)).bfloat16()
+    for scheme in (WeightScheme(4, 64, symmetric=False), WeightScheme(8, None)):
+        whole, part = round_to_nearest(weight, scheme), round_to_nearest(weight[137:139].float(), scheme)
+        assert whole.select_rows(slice(137, 139)).dequantize().equal(part.dequantize())
+
+
+def test_a_group_that_does_not_divide_the_inputs_is_refused() -> None:
+    with pytest.raises(UserError, match=r"layers\.0\.x has 90 inputs, which groups of 64 do not divide"):
+        round_to_nearest(torch.ones(2, 90), WeightScheme(4, 64), name="layers.0.x")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=WeightScheme.describe)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_what_is_not_a_number_is_refused(scheme: WeightScheme, value: str) -> None:
+    weight = torch.ones(2, 64)
+    weight[1, 3] = float(value)
+    with pytest.raises(UserError, match=r"layers\.0\.x has weights that are not finite"):
+        round_to_nearest(weight, scheme, name="layers.0.x")
+
+
+MEMORY_PROGRAM = """
+import resource, torch
+from gptfast.quantization import WeightScheme
+from gptfast.rounding import round_to_nearest
+
+torch.set_num_threads(1)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+round_to_nearest(torch.ones(4096, 512), WeightScheme({bits}, 32, symmetric=False))
+head = torch.ones(128256, 256, dtype=torch.bfloat16)
+before = peak()
+rounded = round_to_nearest(head, WeightScheme({bits}, 32, symmetric=False))
+held = sum(tensor.nbytes for tensor in (rounded.codes, rounded.scales, rounded.zeros))
+print(peak() - before - held)
+"""
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_head_is_rounded_in_little_memory_and_in_silence(bits: int) -> None:
+    outcome = run_process("-c", MEMORY_PROGRAM.format(bits=bits))
+    assert outcome.exit_code == 0
+    assert outcome.stderr == ""
+    assert int(outcome.stdout) < 32e6
