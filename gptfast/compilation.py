@@ -137,6 +137,9 @@ def build_step(function: Step, model: Transformer, inputs: dict[str, Tensor], se
     inputs = inputs | {"kv_pos": inputs["kv_pos"].clone()}
     torch._dynamo.mark_dynamic(inputs["kv_pos"], 0)
     options = torch._inductor.list_mode_options("max-autotune") | {"cpp.min_chunk_size": MIN_ELEMENTS_PER_THREAD}
+    if model.uses_attention_kernel:
+        # What is left beside the kernels is small, and a second team of threads would spin on the kernels' cores.
+        options["cpp.threads"] = 1
     settings = {
         # Buffers of a module, the caches among them, would else have static shapes whatever is marked ...
         "force_parameter_static_shapes": False,

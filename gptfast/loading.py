@@ -67,11 +67,12 @@ def load_model(
             setattr(model.get_submodule(module_name), kind, nn.Parameter(weight, requires_grad=False))
             continue
         matrices = [_read_matrix(checkpoint, source, shape, dtype, weights) for source, shape in sources.items()]
+        rounds = rounds_inputs and any(isinstance(matrix, QuantizedWeight) for matrix, _ in matrices)
         parts = [pack_matrix(matrix) for matrix in join_alike(matrices)]
         module: nn.Module = (
-            PackedEmbedding(parts[0], dtype=dtype, rounds_inputs=rounds_inputs)
+            PackedEmbedding(parts[0], dtype=dtype, rounds_inputs=rounds)
             if name == EMBEDDING
-            else PackedLinear(parts, rounds_inputs=rounds_inputs)
+            else PackedLinear(parts, rounds_inputs=rounds)
         )
         model.set_submodule(module_name, module)
         stored_types = [checkpoint.describe_type(source) for source in sources]

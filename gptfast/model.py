@@ -67,7 +67,8 @@ class Transformer(nn.Module):
     @property
     def rounds_inputs(self) -> bool:
         """Whether any product rounds its activations to int8."""
-        return any(getattr(module, "rounds_inputs", False) for module in self.modules())
+        packed = (module for module in self.modules() if isinstance(module, PackedLinear | PackedEmbedding))
+        return any(module.rounds_inputs for module in packed)
 
     def list_weight_precisions(self) -> list[str]:
         """What matrices are held in, the most bytes first; of an embedding that is not the head too, nothing."""

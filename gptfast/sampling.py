@@ -8,7 +8,9 @@ Shapes: B batch, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -18,6 +20,22 @@ from gptfast.config import SamplingConfig
 GOLDEN_GAMMA = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed 64-bit integer
 
 
+@contextlib.contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Within, torch's own operators run on the calling thread.
+
+    They are small here, and OpenMP's threads would spin for milliseconds after each on the cores that the CPU kernels'
+    own threads need for the next step.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@on_one_thread()
 def sample(
     logits: Tensor,
     sampling: SamplingConfig,

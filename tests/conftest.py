@@ -6,10 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from gptfast.kernels import ops
 from gptfast.session import Session
 from tests.reference.checkpoints import write_hf
 from tests.reference.families import FAMILIES, random_weights
 from tests.reference.sessions import load_tiny, tiny_environment, write_tiny_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cpu_kernels() -> None:
+    """Have them compiled before a test moves the cache."""
+    ops.has_cpu_kernels()
 
 
 @pytest.fixture(autouse=True)

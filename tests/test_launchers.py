@@ -32,6 +32,6 @@ def test_the_package_runs_as_a_module_with_an_exit_code(tmp_path: Path) -> None:
     outcome.assert_refused("num-samples is 0")
 
 
-@pytest.mark.parametrize("name", ["generate.py"])
+@pytest.mark.parametrize("name", ["generate.py", "quantize.py"])
 def test_launchers_hold_no_logic(name: str) -> None:
     assert len((ROOT / name).read_text().splitlines()) <= 6

@@ -38,10 +38,10 @@ def repeat_scales(rounded: QuantizedWeight) -> Tensor:
     return rounded.scales.repeat_interleave(rounded.group_size, dim=1)
 
 
-def sum_squared_errors(weight: Tensor, rounded: QuantizedWeight) -> Tensor:
-    """Of every group, in float64."""
-    errors = (rounded.dequantize().double() - weight.double()).view(*rounded.scales.shape, -1)
-    return errors.square().sum(-1)
+def sum_costs(weight: Tensor, rounded: QuantizedWeight) -> Tensor:
+    """What the search minimizes, of every group, in float64."""
+    costs = (rounded.dequantize().double() - weight.double()).square() * weight.double().abs()
+    return costs.view(*rounded.scales.shape, -1).sum(-1)
 
 
 def round_without_search(weight: Tensor, scheme: WeightScheme) -> QuantizedWeight:
@@ -100,17 +100,17 @@ def test_every_code_is_a_nearest_one(scheme: WeightScheme, weight: Tensor) -> No
 @pytest.mark.parametrize("scheme", FOUR_BITS, ids=WeightScheme.describe)
 @settings(max_examples=10, deadline=None)
 @given(weight=matrices())
-def test_the_search_never_has_more_squared_error_than_the_whole_range(scheme: WeightScheme, weight: Tensor) -> None:
-    searched = sum_squared_errors(weight, round_to_nearest(weight, scheme))
-    assert (searched <= sum_squared_errors(weight, round_without_search(weight, scheme)) * (1 + 1e-5)).all()
+def test_the_search_never_costs_more_than_the_whole_range(scheme: WeightScheme, weight: Tensor) -> None:
+    searched = sum_costs(weight, round_to_nearest(weight, scheme))
+    assert (searched <= sum_costs(weight, round_without_search(weight, scheme)) * (1 + 1e-5)).all()
 
 
-@pytest.mark.parametrize(("symmetric", "share"), [(True, 0.78), (False, 0.92)])
-def test_the_search_saves_much_of_the_squared_error(symmetric: bool, share: float) -> None:
+@pytest.mark.parametrize(("symmetric", "share"), [(True, 0.75), (False, 0.92)])
+def test_the_search_saves_much_of_the_cost(symmetric: bool, share: float) -> None:
     weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
     scheme = WeightScheme(4, 64, symmetric)
-    searched = sum_squared_errors(weight, round_to_nearest(weight, scheme)).sum()
-    assert searched < share * sum_squared_errors(weight, round_without_search(weight, scheme)).sum()
+    searched = sum_costs(weight, round_to_nearest(weight, scheme)).sum()
+    assert searched < share * sum_costs(weight, round_without_search(weight, scheme)).sum()
 
 
 def test_the_search_comes_close_to_the_best_of_thousands_of_scales() -> None:
@@ -119,8 +119,8 @@ def test_the_search_comes_close_to_the_best_of_thousands_of_scales() -> None:
     signed = torch.linspace(extreme / 14, extreme / 4, 4000)
     scales = torch.cat([signed, -signed])[:, None]
     codes = (weight / scales).round().clamp(-8, 7)
-    best = (codes * scales - weight).square().sum(-1).min()
-    assert sum_squared_errors(weight, round_to_nearest(weight, WeightScheme(4, 32))).sum() < 1.02 * best
+    best = ((codes * scales - weight).square() * weight.abs()).sum(-1).min()
+    assert sum_costs(weight, round_to_nearest(weight, WeightScheme(4, 32))).sum() < 1.02 * best
 
 
 def test_an_outlier_takes_the_code_that_only_one_side_has() -> None:

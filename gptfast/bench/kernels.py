@@ -16,13 +16,17 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gptfast.linear import PackedEmbedding, PackedLinear
 from gptfast.model import Transformer
 
 GENERATED_KERNEL_PREFIXES = ("cpp_fused", "triton_")
+ATTENTION_NAMES = ("scaled_dot_product", "gptfast.attention")
+LOOKUP_NAMES = ("aten.embedding.default", "gptfast.embedding.default")
+"""Operators that read one row of a matrix for each token."""
 ATTENTION = "attention"
 POINTWISE = "norms, rope, residuals"
 
@@ -115,8 +119,10 @@ class KernelTimer:
         return time.perf_counter()
 
     def _find_part(self, name: str, args: Sequence[Any]) -> str:
-        if "scaled_dot_product" in name:
+        if any(attention in name for attention in ATTENTION_NAMES):
             return ATTENTION
+        if name in LOOKUP_NAMES:
+            return POINTWISE
         storages = [arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)]
         parts = dict.fromkeys(self._owners[storage] for storage in storages if storage in self._owners)
         return " + ".join(parts) or POINTWISE
@@ -143,12 +149,17 @@ def map_weights_to_parts(model: Transformer) -> dict[int, str]:
 def list_products(model: Transformer) -> list[tuple[str, Tensor]]:
     """Every matrix that a step multiplies with, beside the kind of its layer: `feed_forward.w2`, or `output`.
 
-    A tied embedding is the output layer; the row that is looked up in it takes no time to speak of.
+    A tied embedding is the output layer. A packed layer may hold several matrices, each as a vector of bytes.
     """
-    head = "tok_embeddings" if model.output is None else "output"
-    products: list[tuple[str, Tensor]] = [("output", model.get_parameter(f"{head}.weight"))]
-    for name, parameter in model.layers.named_parameters():
-        if parameter.dim() == 2:
-            _, _, path = name.partition(".")
-            products.append((path.removesuffix(".weight"), parameter))
+    products = [("output", weight) for weight in list_matrices(model.output or model.tok_embeddings)]
+    for name, module in model.layers.named_modules():
+        _, _, part = name.partition(".")
+        products += [(part, weight) for weight in list_matrices(module)]
     return products
+
+
+def list_matrices(module: nn.Module) -> list[Tensor]:
+    """The matrices that a layer itself holds, as they lie in memory; none if it is no product or embedding."""
+    if isinstance(module, PackedLinear | PackedEmbedding):
+        return [weight for _, weight in module.list_matrices()]
+    return [module.weight] if isinstance(module, nn.Linear | nn.Embedding) else []

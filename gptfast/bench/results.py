@@ -21,8 +21,8 @@ class ModelFacts:
         name: the checkpoint's file or directory, or the preset.
         random_weights: whether the weights were drawn and not read.
         parameters: how many the model has; a tied head counts once.
-        dtype: of activations and KV cache, and of weights that are not quantized.
-        quantization: how the weights are stored; `none` if in `dtype`.
+        dtype: what activations are computed in.
+        weights, activations, kv_dtype: as `Session` describes them.
         weight_bytes_per_token: weights and scales that a step reads, each once.
         kv_bytes_per_token: keys and values that one token of one row adds to the cache, in all layers.
     """
@@ -31,14 +31,30 @@ class ModelFacts:
     random_weights: bool
     parameters: int
     dtype: str
-    quantization: str
+    weights: str
+    activations: str
+    kv_dtype: str
     weight_bytes_per_token: int
     kv_bytes_per_token: int
 
     @property
     def precision(self) -> str:
-        """The dtype, and how the weights are stored where that is something else."""
-        return self.dtype if self.quantization == "none" else f"{self.dtype} with {self.quantization} weights"
+        """The dtype and what differs from it; see `describe_precision`."""
+        return describe_precision(self.dtype, self.weights, self.activations, self.kv_dtype)
+
+
+def describe_precision(dtype: str, weights: str, activations: str, kv_dtype: str) -> str:
+    """What a session computes in, in words: `float32, Q4_1 weights, int8 activations, bfloat16 cache`.
+
+    What is as the dtype says is not said again.
+    """
+    parts = [
+        dtype,
+        *([f"{weights} weights"] if weights != dtype else []),
+        *([f"{activations} activations"] if activations == "int8" else []),
+        *([f"{kv_dtype} cache"] if kv_dtype != dtype else []),
+    ]
+    return ", ".join(parts)
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,13 @@ from gptfast.errors import UserError
 
 KERNEL_CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 NOTES = (
-    "cold is a start in an empty cache: it compiles the steps, parses the model's metadata and measures the dtype, "
-    "where it is asked for these; the files of the model and of torch may be in the page cache",
+    "cold is a start in an empty cache: it compiles the CPU kernels, which is in its load, and the steps, and parses "
+    "the model's metadata, where it is asked for these; the files of the model and of torch may be in the page cache",
     "warm is a start in the user's cache after one that is not counted",
     "the parts of one start add up to its first token; medians of the parts need not",
 )
 UNCACHED_NOTE = "not every warm start found its compiled steps in the cache: some compiled them, or ran eagerly"
-DTYPE_NOTE = "a cold start, which measures the dtype anew, chose another one than the warm starts; --dtype settles it"
+DTYPE_NOTE = "a cold start, which chooses the dtype anew, chose another one than the warm starts; --dtype settles it"
 
 Figure = TypeVar("Figure")
 
@@ -49,7 +49,7 @@ class StartupSettings:
     """What to start and how often.
 
     Attributes:
-        checkpoint, device, dtype, threads: as `gptfast generate` takes them.
+        checkpoint, device, dtype, weights, activations, kv_dtype, threads: as `gptfast generate` takes them.
         preset: instead of a checkpoint, random weights in these shapes.
         compile: whether compiled steps are asked for.
         prompt_tokens: length of the synthetic prompt.
@@ -61,6 +61,9 @@ class StartupSettings:
     preset: str | None
     device: str
     dtype: str | None
+    weights: str
+    activations: str | None
+    kv_dtype: str | None
     threads: int | None
     compile: bool
     prompt_tokens: int
@@ -75,7 +78,7 @@ class Start(Generic[Figure]):
     Attributes:
         interpreter_s: from before the process to its own clock: Python, the command line, and what no other part has.
         import_s: torch and the runtime.
-        load_s: from the checkpoint on disk to the model in memory, the choice of a dtype included.
+        load_s: from the checkpoint on disk to the model in memory, on a CPU the kernels that pack it included.
         compile_s: making the compiled steps, or loading them.
         first_step_s: reading the prompt and choosing the first token.
         first_token_s: from before the process to its first byte of output, the sum of the parts above.
@@ -98,7 +101,7 @@ class StartupResult:
     Attributes:
         date: when it ended, ISO 8601 in UTC.
         model: the checkpoint's file or directory, or the preset.
-        dtype: that the warm starts ran in.
+        dtype, weights, activations, kv_dtype: that the warm starts ran in.
         cold: None if no cold start was asked for.
         notes: sentences that a reader of the figures must know.
     """
@@ -107,6 +110,9 @@ class StartupResult:
     environment: Environment
     model: str
     dtype: str
+    weights: str
+    activations: str
+    kv_dtype: str
     settings: StartupSettings
     cold: Start[Spread] | None
     warm: Start[Spread]
@@ -139,6 +145,9 @@ def measure_startup(settings: StartupSettings, on_message: OnMessage) -> Startup
         environment=describe_environment(torch.device(report["device"]), report["threads"]),
         model=settings.preset or get_file_name(str(settings.checkpoint)),
         dtype=report["dtype"],
+        weights=report["weights"],
+        activations=report["activations"],
+        kv_dtype=report["kv_dtype"],
         settings=settings,
         cold=summarize_starts([start for start, _ in cold]) if cold else None,
         warm=summarize_starts([start for start, _ in warm]),
@@ -176,6 +185,9 @@ def build_command(settings: StartupSettings) -> list[str]:
         "--random": settings.preset,
         "--device": settings.device,
         "--dtype": settings.dtype,
+        "--weights": settings.weights,
+        "--activations": settings.activations,
+        "--kv-dtype": settings.kv_dtype,
         "--threads": settings.threads,
     }
     for name, value in options.items():

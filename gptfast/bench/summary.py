@@ -129,7 +129,9 @@ def describe_model(session: Session) -> ModelFacts:
         random_weights=isinstance(session.checkpoint, RandomCheckpoint),
         parameters=count_parameters(session.checkpoint.config).total,
         dtype=session.dtype,
-        quantization="none",
+        weights=session.weights,
+        activations=session.activations,
+        kv_dtype=session.kv_dtype,
         weight_bytes_per_token=session.weight_bytes_per_token,
         kv_bytes_per_token=session.runner.kv_bytes_per_token,
     )

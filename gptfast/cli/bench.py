@@ -12,12 +12,10 @@ from gptfast.bench.phases import PhaseTimer
 from gptfast.cli.bench_startup import command as startup_command
 from gptfast.cli.options import (
     checkpoint_option,
-    device_option,
-    dtype_option,
     eager_option,
+    execution_options,
     json_option,
     random_option,
-    threads_option,
 )
 from gptfast.errors import UserError
 
@@ -54,9 +52,7 @@ def parse_counts(_ctx: click.Context, parameter: click.Parameter, text: str) -> 
 @click.option("--top-k", type=int, help="Of the end-to-end runs.")
 @click.option("--top-p", type=float, default=1.0, help="Of the end-to-end runs.")
 @eager_option
-@device_option
-@dtype_option
-@threads_option
+@execution_options
 @click.option("--breakdown", is_flag=True, help="Take a step at the first depth apart; compiles it for that.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the figures; implies --breakdown.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print a CSV row per measurement instead of tables.")
@@ -101,6 +97,9 @@ def run_and_print(
     compile: bool,
     device: str,
     dtype: str | None,
+    weights: str,
+    activations: str | None,
+    kv_dtype: str | None,
     threads: int | None,
     breakdown: bool,
     plot: Path | None,
@@ -141,6 +140,9 @@ def run_and_print(
             preset=preset,
             device=device,
             dtype=dtype,
+            weights=weights,
+            activations=activations,
+            kv_dtype=kv_dtype,
             compile=compile,
             batch_size=batch_size,
             threads=threads,

@@ -14,12 +14,10 @@ import click
 
 from gptfast.cli.options import (
     checkpoint_option,
-    device_option,
-    dtype_option,
     eager_option,
+    execution_options,
     json_option,
     random_option,
-    threads_option,
 )
 from gptfast.cli.tables import format_table
 from gptfast.errors import UserError
@@ -46,9 +44,7 @@ NOTE_WIDTH = 100
 @click.option("--cold", "cold_starts", type=int, default=1, show_default=True, help="Starts in an empty cache.")
 @click.option("--repeats", "warm_starts", type=int, default=5, show_default=True, help="Starts in the usual cache.")
 @eager_option
-@device_option
-@dtype_option
-@threads_option
+@execution_options
 @json_option
 def command(as_json: bool, **settings: Any) -> None:
     """Time whole processes from their start to the first token, and part by part.
@@ -89,11 +85,13 @@ def check_settings(settings: StartupSettings) -> None:
 
 def format_result(result: StartupResult) -> str:
     """What was started and where, the table of seconds, and the notes."""
+    from gptfast.bench.results import describe_precision
     from gptfast.cli.bench_report import format_environment
 
+    precision = describe_precision(result.dtype, result.weights, result.activations, result.kv_dtype)
     compiled = "compiled" if result.settings.compile else "eager"
     lines = [
-        f"{result.model}, {result.dtype}, {compiled}, prompt of {result.settings.prompt_tokens} tokens",
+        f"{result.model}, {precision}, {compiled}, prompt of {result.settings.prompt_tokens} tokens",
         format_environment(result.environment),
         "",
         format_parts(result),

@@ -20,10 +20,8 @@ import click
 from gptfast.cli.options import (
     checkpoint_option,
     compile_option,
-    device_option,
-    dtype_option,
+    execution_options,
     json_option,
-    threads_option,
 )
 from gptfast.cli.tables import format_table
 from gptfast.errors import UserError
@@ -57,9 +55,7 @@ SESSION_OPTIONS = (
     checkpoint_option,
     click.option("--random", hidden=True, expose_value=False, callback=refuse_random),
     compile_option,
-    device_option,
-    dtype_option,
-    threads_option,
+    execution_options,
     json_option,
 )
 
@@ -71,7 +67,15 @@ def add_session_options(function: Callable[..., None]) -> Callable[..., None]:
 
 @command.command(name="perplexity")
 @add_session_options
-@click.option("--against", metavar="PATH", help="A base of the same tokenizer: adds KL, agreement and differences.")
+@click.option(
+    "--against",
+    metavar="PATH",
+    help="A base of the same tokenizer: adds KL, agreement and differences "
+    "[default: with an option of the base, the same checkpoint].",
+)
+@click.option("--against-weights", help="As --weights, of the base [default: stored].")
+@click.option("--against-activations", help="As --activations, of the base [default: the model's].")
+@click.option("--against-kv-dtype", help="As --kv-dtype, of the base [default: the model's].")
 @click.option(
     "--text", "text_file", metavar="FILE", help="UTF-8; - is standard input [default: topics of Python's help]."
 )
@@ -81,6 +85,9 @@ def add_session_options(function: Callable[..., None]) -> Callable[..., None]:
 def perplexity(
     checkpoint: str | None,
     against: str | None,
+    against_weights: str | None,
+    against_activations: str | None,
+    against_kv_dtype: str | None,
     text_file: str | None,
     tokens: int,
     window: int,
@@ -88,7 +95,7 @@ def perplexity(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Perplexity of a text, and what separates a model from a base.
+    """Perplexity of a text, and what separates a model from a base, which may be itself in another precision.
 
     Each window is read from its first token on, and its tokens that no window before it scored are scored.
     """
@@ -101,7 +108,11 @@ def perplexity(
     check_windows(tokens, window, stride)
     text = read_text(text_file)
     session = load(checkpoint, **settings)
-    base = None if against is None else load(against, **settings)
+    own = {"weights": against_weights, "activations": against_activations, "kv_dtype": against_kv_dtype}
+    base = None
+    if against is not None or any(value is not None for value in own.values()):
+        inherited = settings | {"weights": "stored"}
+        base = load(against or checkpoint, **inherited | {name: value for name, value in own.items() if value})
     for each in (session,) if base is None else (session, base):
         check_window(each, window)
     text_ids = encode_text(session, text.content) if base is None else encode_for_both(session, base, text.content)
@@ -115,6 +126,9 @@ def perplexity(
             result, comparison = compare_models(session, base, ids, watched)
     facts = describe_session(session) | {
         "against": None if base is None else str(base.checkpoint.path),
+        "against_weights": None if base is None else base.weights,
+        "against_activations": None if base is None else base.activations,
+        "against_kv_dtype": None if base is None else base.kv_dtype,
         "text": text.name,
         "text_sha256": text.sha256,
         "text_tokens": len(text_ids),
@@ -211,6 +225,9 @@ def describe_session(session: Session) -> dict[str, Any]:
         "device": environment.device,
         "device_name": environment.device_name,
         "dtype": session.dtype,
+        "weights": session.weights,
+        "activations": session.activations,
+        "kv_dtype": session.kv_dtype,
         "compiled": session.runner.is_compiled,
         "threads": environment.threads,
         "torch": environment.torch,
@@ -229,6 +246,8 @@ def to_json(result: Perplexity, comparison: Comparison | None) -> dict[str, Any]
 
 def format_perplexity(facts: dict[str, Any], result: Perplexity, comparison: Comparison | None) -> str:
     """A few aligned lines."""
+    from gptfast.bench.results import describe_precision
+
     rows = [
         ("model", describe_model(facts)),
         (
@@ -244,8 +263,9 @@ def format_perplexity(facts: dict[str, Any], result: Perplexity, comparison: Com
         ("perplexity", format_estimate(result.perplexity)),
     ]
     if comparison is not None:
+        of_base = (facts[f"against_{name}"] for name in ("weights", "activations", "kv_dtype"))
         rows += [
-            ("base", facts["against"]),
+            ("base", f"{facts['against']}, {describe_precision(facts['dtype'], *of_base)}"),
             ("base nll", f"{format_estimate(comparison.base_nll_nats_per_token)} nats per token"),
             ("base ppl", format_estimate(comparison.base_perplexity)),
             ("difference", f"{format_estimate(comparison.nll_difference_nats_per_token)} nats per token"),
@@ -268,8 +288,11 @@ def format_metrics(metrics: Sequence[TaskMetric]) -> str:
 
 def describe_model(facts: dict[str, Any]) -> str:
     """What ran, in one line."""
+    from gptfast.bench.results import describe_precision
+
+    precision = describe_precision(*(facts[name] for name in ("dtype", "weights", "activations", "kv_dtype")))
     threads = f", {facts['threads']} threads" if facts["device"] == "cpu" else ""
-    return f"{facts['checkpoint']}, {facts['device']}, {facts['dtype']}{threads}, torch {facts['torch']}"
+    return f"{facts['checkpoint']}, {facts['device']}, {precision}{threads}, torch {facts['torch']}"
 
 
 def format_estimate(estimate: Estimate | TaskMetric) -> str:

@@ -18,11 +18,9 @@ import click
 from gptfast.cli.options import (
     checkpoint_option,
     compile_option,
-    device_option,
-    dtype_option,
+    execution_options,
     json_option,
     random_option,
-    threads_option,
 )
 from gptfast.config import SamplingConfig
 from gptfast.errors import PromptError, UserError
@@ -64,6 +62,9 @@ class Options:
     compile_prefill: bool
     device: str
     dtype: str | None
+    weights: str
+    activations: str | None
+    kv_dtype: str | None
     threads: int | None
     profile: Path | None
     as_json: bool
@@ -108,9 +109,7 @@ class Options:
 @click.option(
     "--compile-prefill", is_flag=True, hidden=True, help="Accepted for gpt-fast's users: --compile does both."
 )
-@device_option
-@dtype_option
-@threads_option
+@execution_options
 @click.option("--profile", type=click.Path(dir_okay=False, path_type=Path), help="Write a trace for chrome://tracing.")
 @json_option
 def command(**settings: Any) -> int:
@@ -130,6 +129,9 @@ def command(**settings: Any) -> int:
         preset=options.preset,
         device=options.device,
         dtype=options.dtype,
+        weights=options.weights,
+        activations=options.activations,
+        kv_dtype=options.kv_dtype,
         compile=options.compile or options.compile_prefill,
         batch_size=options.batch_size,
         threads=options.threads,

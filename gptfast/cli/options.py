@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 checkpoint_option = click.option(
     "--checkpoint",
@@ -17,7 +23,26 @@ compile_option = click.option("--compile", is_flag=True, help="Compile the steps
 eager_option = click.option(
     "--compile/--no-compile", default=True, show_default=True, help="Run compiled steps, or eager ones."
 )
-device_option = click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
-dtype_option = click.option("--dtype", help="float32, bfloat16 or float16 [default: the fastest on the device].")
-threads_option = click.option("--threads", type=int, help="CPU threads [default: torch's choice].")
+weights_option = click.option(
+    "--weights", default="stored", show_default=True, help="Decode from stored, fp32, bf16, int8 or int4 weights."
+)
+activations_option = click.option(
+    "--activations", help="fp32, or int8: rounded for quantized weights [default: int8 where there are such]."
+)
+kv_dtype_option = click.option(
+    "--kv-dtype", help="Of keys and values: fp32, bf16 or int8 [default: --dtype, or bf16 without it]."
+)
+EXECUTION_OPTIONS = (
+    click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto."),
+    click.option("--dtype", help="Of activations: float32, bfloat16 or float16 [default: the fastest on the device]."),
+    weights_option,
+    activations_option,
+    kv_dtype_option,
+    click.option("--threads", type=int, help="CPU threads [default: torch's choice]."),
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
+
+
+def execution_options(command: Command) -> Command:
+    """Give a command the options that say on what and in which precision a model runs, named as `load` names them."""
+    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(EXECUTION_OPTIONS), command)

@@ -79,6 +79,9 @@ class RunReport:
             "peak_memory_bytes": get_peak_memory(self.session.runner.device),
             "device": self.device,
             "dtype": self.session.dtype,
+            "weights": self.session.weights,
+            "activations": self.session.activations,
+            "kv_dtype": self.session.kv_dtype,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "seed": self.seed,
@@ -91,11 +94,15 @@ class RunReport:
 
     def to_text(self) -> str:
         """A few aligned lines."""
+        from gptfast.bench.results import describe_precision
+
+        session = self.session
+        precision = describe_precision(session.dtype, session.weights, session.activations, session.kv_dtype)
         threads = f"{torch.get_num_threads()} threads, " if self.device == "cpu" else ""
-        megabytes = self.session.weight_bytes_per_token / 1e6
+        megabytes = session.weight_bytes_per_token / 1e6
         rows = [
-            ("run", f"{self.device}, {self.session.dtype}, {threads}torch {torch.__version__}"),
-            ("start", f"import {self.import_s:.2f} s, load {self.session.load_s:.2f} s, {self._describe_compile()}"),
+            ("run", f"{self.device}, {precision}, {threads}torch {torch.__version__}"),
+            ("start", f"import {self.import_s:.2f} s, load {session.load_s:.2f} s, {self._describe_compile()}"),
         ]
         if self.results:
             first = self.results[0]
@@ -111,8 +118,8 @@ class RunReport:
                 ("weights", f"{megabytes:,.1f} MB read per token, {self.bandwidth_gb_per_s:.1f} GB/s"),
             ]
         if len(self.results) > 1:
-            rows.append(("texts", f"{len(self.results)}, {self.session.runner.batch_size} at once"))
-        rows.append(("memory", f"{get_peak_memory(self.session.runner.device) / 1e9:.2f} GB peak"))
+            rows.append(("texts", f"{len(self.results)}, {session.runner.batch_size} at once"))
+        rows.append(("memory", f"{get_peak_memory(session.runner.device) / 1e9:.2f} GB peak"))
         return "\n".join(f"{name:8} {value}" for name, value in rows)
 
     def _describe_compile(self) -> str:

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
@@ -19,7 +20,7 @@ from gptfast.cpu import describe_cpu
 logger = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent / "cpu"
-FLAGS = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math")
 NATIVE_FLAGS = ("-march=native",)
 LIBRARY = "gptfast"
 BUILD_S = 30
@@ -88,7 +89,10 @@ def list_sources(pattern: str) -> list[Path]:
 def build_and_load(library: Path, name: str, machine_flags: Sequence[str]) -> None:
     """Compile elsewhere and move the result into place, so that a killed build leaves nothing that loads."""
     import ninja
-    from torch.utils import cpp_extension
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # setuptools would rather have been imported before distutils
+        from torch.utils import cpp_extension
 
     logger.info("compiling the CPU kernels, once on this machine: about %d seconds", BUILD_S)
     # The builder looks for ninja in the path, where an environment that is not activated does not stand.
@@ -102,7 +106,6 @@ def build_and_load(library: Path, name: str, machine_flags: Sequence[str]) -> No
                 name,
                 [str(source) for source in list_sources("*.cpp")],
                 extra_cflags=[*FLAGS, *machine_flags, f"-DGPTFAST_LIBRARY={name}"],
-                extra_ldflags=["-fopenmp"],
                 build_directory=directory,
                 is_python_module=False,
             )

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from gptfast.cache import CACHE_VARIABLE
+from gptfast.cache import CACHE_VARIABLE, get_cache_dir
 from gptfast.config import ModelConfig
 from gptfast.generation import GenerationResult, Prompt, generate
 from gptfast.session import Session, load
@@ -70,12 +70,22 @@ def tiny_environment(factory: pytest.TempPathFactory) -> Iterator[Path]:
     One thread, as tiny products are slower on several, and much slower where the cores are busy.
     """
     cache = factory.getbasetemp() / "gptfast-cache"
+    share_kernels(cache)
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_VARIABLE, str(cache))
         torch.set_num_threads(1)
         yield cache
     torch.set_num_threads(threads)
+
+
+def share_kernels(cache: Path) -> None:
+    """Let a cache of this test run hold the CPU kernels of the user's, which take half a minute to compile."""
+    link, kernels = cache / "kernels", get_cache_dir() / "kernels"
+    if not link.exists():
+        kernels.mkdir(parents=True, exist_ok=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(kernels, target_is_directory=True)
 
 
 def load_tiny(directory: Path, **settings: Any) -> Session:

@@ -6,15 +6,16 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <omp.h>
 
 #include <array>
 #include <cmath>
 #include <optional>
+#include <vector>
 
 #include "attention.h"
 #include "ops.h"
 #include "scratch.h"
+#include "team.h"
 
 namespace gptfast {
 namespace {
@@ -70,24 +71,21 @@ struct Tile {
   }
 };
 
-// What one thread needs.
+// What a thread works with.
 struct Memory {
   float* queries;
   uint32_t* keys;
   float *scores, *chunk, *total;
 
-  static int64_t count_bytes(const Call& call) {
-    const int64_t rows = call.rows_per_tile();
-    return Scratch::round_up(rows * call.query_floats() * 4) + call.query_floats() * KEY_SLOTS * 4 + rows * CHUNK * 4 +
-           2 * rows * call.row_floats() * 4;
-  }
-  Memory(const Call& call, Scratch& scratch) {
-    const int64_t rows = call.rows_per_tile();
-    queries = scratch.take<float>(rows * call.query_floats());
-    keys = scratch.take<uint32_t>(call.query_floats() * KEY_SLOTS);
+  explicit Memory(const Call& call) {
+    const int64_t rows = call.rows_per_tile(), query_floats = rows * call.query_floats();
+    const int64_t key_lanes = call.query_floats() * KEY_SLOTS, row_floats = rows * call.row_floats();
+    Scratch scratch((query_floats + key_lanes + rows * CHUNK + 2 * row_floats) * 4);  // all of them whole cache lines
+    queries = scratch.take<float>(query_floats);
+    keys = scratch.take<uint32_t>(key_lanes);
     scores = scratch.take<float>(rows * CHUNK);
-    chunk = scratch.take<float>(rows * call.row_floats());
-    total = scratch.take<float>(rows * call.row_floats());
+    chunk = scratch.take<float>(row_floats);
+    total = scratch.take<float>(row_floats);
   }
 };
 
@@ -148,12 +146,9 @@ void attend_chunk(const Call& call, const Tile& tile, int64_t chunk, const Memor
   read_scales(call.v_scales ? call.v_scales + slot_index : nullptr, held, value_scales);
 
   const int64_t block_bytes = KEY_SLOTS * call.dim * int64_t(sizeof(T));
-#ifndef AHEAD
-#define AHEAD KEY_SLOTS
-#endif
   const Range all = cut(tile.get_visible(call), chunk);
   for (int64_t slot = all.start / KEY_SLOTS * KEY_SLOTS; slot < all.end; slot += KEY_SLOTS) {
-    prefetch(keys + (slot + AHEAD) * call.dim, block_bytes);
+    prefetch(keys + (slot + KEY_SLOTS) * call.dim, block_bytes);
     prefetch(values + slot * call.dim, block_bytes);
     transpose_keys(keys + slot * call.dim, held - slot, call.dim, memory.keys);
     for (int64_t row = 0; row < tile.rows; row += ROWS_AT_ONCE) {
@@ -223,46 +218,51 @@ void attend_tile(const Call& call, const Tile& tile, const Memory& memory) {
   }
 }
 
+// One row of a tile whose chunks were computed apart.
+template <class Q>
+void add_chunks(const Call& call, const Tile& tile, int64_t row, const float* results, int64_t chunks, float* total) {
+  clear_total(call, total);
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    add_chunk(call, results + (chunk * call.rows_per_tile() + row) * call.row_floats(), total);
+  }
+  write_total(call, total, (Q*)call.y + tile.find_row(call, row));
+}
+
 template <class Q, class T>
 void attend(const Call& call) {
   const int threads = at::get_num_threads();
-  const int64_t tiles = call.tiles(), row_floats = call.row_floats();
   const Range visible = call.get_visible(0, call.tokens - 1);
   const int64_t first_chunk = visible.start / CHUNK, chunks = (visible.end - 1) / CHUNK + 1 - first_chunk;
-  // Few tiles are shared by chunk, so that no thread is left without work.
-  const bool is_split = chunks > 1 && tiles < 4 * threads;
-  const int64_t tile_floats = call.rows_per_tile() * row_floats;
-  const int64_t result_floats = is_split ? tiles * chunks * tile_floats : 0;
-  Scratch scratch(Scratch::round_up(result_floats * 4) + threads * Memory::count_bytes(call));
-  float* results = scratch.take<float>(result_floats);
-  std::vector<Memory> memories;
-  for (int thread = 0; thread < threads; ++thread) memories.emplace_back(call, scratch);
-#pragma omp parallel num_threads(threads)
-  {
-    const Memory& memory = memories[omp_get_thread_num()];
-    if (!is_split) {
-#pragma omp for schedule(dynamic) nowait
-      for (int64_t index = 0; index < tiles; ++index) attend_tile<Q, T>(call, Tile(call, index), memory);
-    } else {
-#pragma omp for schedule(dynamic)
-      for (int64_t index = 0; index < tiles * chunks; ++index) {
-        const Tile tile(call, index / chunks);
-        read_queries<Q>(call, tile, memory.queries);
-        attend_chunk<T>(call, tile, first_chunk + index % chunks, memory, results + index * tile_floats);
-      }
-#pragma omp for schedule(static) nowait
-      for (int64_t index = 0; index < tiles * call.rows_per_tile(); ++index) {
-        const int64_t row = index % call.rows_per_tile(), tile_index = index / call.rows_per_tile();
-        const Tile tile(call, tile_index);
-        if (row >= tile.rows) continue;
-        clear_total(call, memory.total);
-        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-          add_chunk(call, results + (tile_index * chunks + chunk) * tile_floats + row * row_floats, memory.total);
-        }
-        write_total(call, memory.total, (Q*)call.y + tile.find_row(call, row));
-      }
-    }
+  Team& team = Team::get();
+  // Few tiles are shared out by chunk, so that no thread is left without work.
+  if (chunks == 1 || call.tiles() >= 4 * threads) {
+    team.run(call.tiles(), threads, [&](int64_t tile) { attend_tile<Q, T>(call, Tile(call, tile), Memory(call)); });
+    return;
   }
+  const int64_t rows = call.rows_per_tile(), result_floats = rows * call.row_floats();
+  thread_local std::vector<float> kept;  // for the next call
+  if (int64_t(kept.size()) < call.tiles() * chunks * result_floats) kept.resize(call.tiles() * chunks * result_floats);
+  float* results = kept.data();
+  // Chunks that follow each other are best read by one thread, as memory is fetched ahead.
+  const int64_t chunks_at_once = std::clamp<int64_t>(chunks * call.tiles() / (threads * 8), 1, chunks);
+  const int64_t pieces = (chunks + chunks_at_once - 1) / chunks_at_once;
+  team.run(call.tiles() * pieces, threads, [&](int64_t piece) {
+    const Tile tile(call, piece / pieces);
+    const Memory memory(call);
+    read_queries<Q>(call, tile, memory.queries);
+    const int64_t start = piece % pieces * chunks_at_once;
+    for (int64_t chunk = start; chunk < std::min(start + chunks_at_once, chunks); ++chunk) {
+      float* result = results + (piece / pieces * chunks + chunk) * result_floats;
+      attend_chunk<T>(call, tile, first_chunk + chunk, memory, result);
+    }
+  });
+  team.run(call.tiles(), threads, [&](int64_t index) {
+    const Tile tile(call, index);
+    const Memory memory(call);
+    for (int64_t row = 0; row < tile.rows; ++row) {
+      add_chunks<Q>(call, tile, row, results + index * chunks * result_floats, chunks, memory.total);
+    }
+  });
 }
 
 template <class Q>

@@ -1,9 +1,8 @@
 // Products with packed matrices: `linear`, and `embedding`, which looks up rows of one.
-#include <ATen/Parallel.h>
+#include <ATen/Parallel.h>  // get_num_threads
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <optional>
@@ -12,6 +11,7 @@
 #include "ops.h"
 #include "inputs.h"
 #include "product.h"
+#include "team.h"
 
 namespace gptfast {
 
@@ -21,6 +21,9 @@ using StripProduct = void (*)(const Header&, const uint8_t*, const Inputs&, floa
 // there; rounded inputs have no such limit.
 constexpr int64_t MOST_EXACT_ROWS = 16;
 constexpr int64_t EXPANDED_BYTES = 4 << 20;
+// Blocks of inputs that one thread prepares alone, and that a piece has where several do: 10 to 30 ns each.
+constexpr int64_t ALONE_BLOCKS = 128;
+constexpr int64_t BLOCKS_AT_ONCE = 16;
 
 Header read_header(const at::Tensor& packed) {
   TORCH_CHECK_VALUE(packed.scalar_type() == at::kByte && packed.dim() == 1 && packed.is_contiguous() &&
@@ -64,7 +67,7 @@ void write_row(T* y, const float* sums, const float* bias, int64_t count) {
   for (int64_t n = 0; n < count; ++n) y[n] = T(sums[n] + (bias ? bias[n] : 0.0f));
 }
 
-// x (rows, columns) times the transposed matrix; one team of threads prepares the inputs and then shares the strips.
+// x (rows, columns) times the transposed matrix.
 template <class T>
 void multiply_strips(const Header& header, const uint8_t* packed, const T* x, int64_t rows, const float* bias, T* y,
                      bool rounds_inputs) {
@@ -76,32 +79,34 @@ void multiply_strips(const Header& header, const uint8_t* packed, const T* x, in
     tiles.emplace_back(scratch, header, x + row * header.columns, std::min<int64_t>(MOST_ROWS, rows - row));
   }
   const int threads = at::get_num_threads();
+  Team& team = Team::get();
+  // One row is prepared sooner than another thread has heard of it.
+  const int64_t blocks = header.blocks(), blocks_at_once = rows * blocks <= ALONE_BLOCKS ? blocks : BLOCKS_AT_ONCE;
+  const int64_t pieces_per_tile = (blocks + blocks_at_once - 1) / blocks_at_once;
+  team.run(tile_count * pieces_per_tile, threads, [&](int64_t piece) {
+    const int64_t start = piece % pieces_per_tile * blocks_at_once;
+    for (int64_t block = start; block < std::min(start + blocks_at_once, blocks); ++block) {
+      tiles[piece / pieces_per_tile].prepare(header, block, rounds_inputs);
+    }
+  });
   // Enough pieces that a thread which lost its core holds the others up for a small part only.
   const int64_t strips_at_once = std::clamp<int64_t>(strips / (threads * 8), 1, 16);
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp for schedule(static)
-    for (int64_t index = 0; index < tile_count * header.blocks(); ++index) {
-      tiles[index / header.blocks()].prepare(header, index % header.blocks(), rounds_inputs);
-    }
-#pragma omp for schedule(dynamic) nowait
-    for (int64_t start = 0; start < strips; start += strips_at_once) {
-      const int64_t end = std::min(start + strips_at_once, strips);
-      float sums[MOST_ROWS * STRIP];
-      T* rows_of_y = y;
-      for (const Tile<T>& tile : tiles) {
-        const StripProduct product = choose_product(header, rounds_inputs, tile.width);
-        for (int64_t strip = start; strip < end; ++strip) {
-          product(header, packed + HEADER_BYTES + strip * header.strip_bytes(), tile.inputs, sums);
-          const int64_t n = strip * STRIP, count = std::min<int64_t>(STRIP, header.rows - n);
-          for (int64_t m = 0; m < tile.rows; ++m) {
-            write_row(rows_of_y + m * header.rows + n, sums + m * STRIP, bias ? bias + n : nullptr, count);
-          }
+  team.run((strips + strips_at_once - 1) / strips_at_once, threads, [&](int64_t piece) {
+    const int64_t start = piece * strips_at_once, end = std::min(start + strips_at_once, strips);
+    float sums[MOST_ROWS * STRIP];
+    T* rows_of_y = y;
+    for (const Tile<T>& tile : tiles) {
+      const StripProduct product = choose_product(header, rounds_inputs, tile.width);
+      for (int64_t strip = start; strip < end; ++strip) {
+        product(header, packed + HEADER_BYTES + strip * header.strip_bytes(), tile.inputs, sums);
+        const int64_t n = strip * STRIP, count = std::min<int64_t>(STRIP, header.rows - n);
+        for (int64_t m = 0; m < tile.rows; ++m) {
+          write_row(rows_of_y + m * header.rows + n, sums + m * STRIP, bias ? bias + n : nullptr, count);
         }
-        rows_of_y += tile.rows * header.rows;
       }
+      rows_of_y += tile.rows * header.rows;
     }
-  }
+  });
 }
 
 template <class T>
@@ -169,11 +174,9 @@ void multiply_expanded(const Header& header, const uint8_t* packed, const at::Te
   for (int64_t start = 0; start < strip_count; start += at_once) {
     const int64_t end = std::min(start + at_once, strip_count);
     T* target = slice.mutable_data_ptr<T>();
-    at::parallel_for(start, end, 1, [&](int64_t first, int64_t last) {
-      for (int64_t strip = first; strip < last; ++strip) {
-        expand_strip(header, packed + HEADER_BYTES + strip * header.strip_bytes(), target + (strip - start) * STRIP,
-                     at_once * STRIP);
-      }
+    Team::get().run(end - start, at::get_num_threads(), [&](int64_t index) {
+      const uint8_t* strip = packed + HEADER_BYTES + (start + index) * header.strip_bytes();
+      expand_strip(header, strip, target + index * STRIP, at_once * STRIP);
     });
     const int64_t n = start * STRIP, count = std::min(end * STRIP, header.rows) - n;
     at::Tensor part = at::mm(x, slice.narrow(1, 0, count));

@@ -1,13 +1,14 @@
 // From a matrix in its neutral form to the layout of the kernels.
-#include <ATen/Parallel.h>
+#include <ATen/Parallel.h>  // get_num_threads
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <optional>
 
-#include "ops.h"
 #include "layout.h"
+#include "ops.h"
+#include "team.h"
 
 namespace gptfast {
 
@@ -24,12 +25,10 @@ at::Tensor allocate(const Header& header) {
 template <class Function>
 void for_each_strip(const Header& header, const at::Tensor& packed, const Function& function) {
   uint8_t* first = packed.mutable_data_ptr<uint8_t>() + HEADER_BYTES;
-  at::parallel_for(0, header.strips(), 1, [&](int64_t start, int64_t end) {
-    for (int64_t strip = start; strip < end; ++strip) {
-      uint8_t* target = first + strip * header.strip_bytes();
-      std::memset(target, 0, header.strip_bytes());
-      function(strip * STRIP, std::min<int64_t>(STRIP, header.rows - strip * STRIP), target);
-    }
+  Team::get().run(header.strips(), at::get_num_threads(), [&](int64_t strip) {
+    uint8_t* target = first + strip * header.strip_bytes();
+    std::memset(target, 0, header.strip_bytes());
+    function(strip * STRIP, std::min<int64_t>(STRIP, header.rows - strip * STRIP), target);
   });
 }
 

@@ -86,18 +86,61 @@ struct ScaleReader {
   }
 };
 
+// The sums (M, 16) of a product. For many rows they stay in memory between groups: GCC 12 runs out of registers for
+// what is used in every step of the inner loop if these are to be kept too (8 rows took 1.4 times as long).
+template <int M>
+class Totals {
+ public:
+  explicit Totals(float* sums) : sums_(sums) {
+    GPTFAST_UNROLL
+    for (int part = 0; part < PARTS; ++part) {
+      GPTFAST_UNROLL
+      for (int m = 0; m < M; ++m) set(part, m, vfloat{});
+    }
+  }
+
+  GPTFAST_INLINE void add(int part, int m, vfloat a, vfloat b) { set(part, m, multiply_add(a, b, get(part, m))); }
+
+  GPTFAST_INLINE void finish() const {
+    if constexpr (!IN_REGISTERS) return;
+    GPTFAST_UNROLL
+    for (int part = 0; part < PARTS; ++part) {
+      GPTFAST_UNROLL
+      for (int m = 0; m < M; ++m) store(sums_ + m * STRIP + part * W, held_[part][IN_REGISTERS ? m : 0]);
+    }
+  }
+
+ private:
+  static constexpr bool IN_REGISTERS = M * PARTS <= 6;
+
+  GPTFAST_INLINE vfloat get(int part, int m) const {
+    if constexpr (IN_REGISTERS) return held_[part][m];
+    return load<vfloat>(sums_ + m * STRIP + part * W);
+  }
+  GPTFAST_INLINE void set(int part, int m, vfloat value) {
+    if constexpr (IN_REGISTERS) {
+      held_[part][m] = value;
+    } else {
+      store(sums_ + m * STRIP + part * W, value);
+    }
+  }
+
+  float* sums_;
+  vfloat held_[PARTS][IN_REGISTERS ? M : 1];
+};
+
 // Add a group's sums, times its scales, and its inputs' sums, times its mins, to the totals.
 template <Codes CODES, int M>
 GPTFAST_INLINE void add_group(const Header& header, const ScaleReader& scales, const ScaleReader& mins, int64_t group,
                               const vfloat (&sum)[SECTIONS<CODES>][PARTS][M], const float (&input_sum)[M],
-                              vfloat (&total)[PARTS][M]) {
+                              Totals<M>& totals) {
   GPTFAST_UNROLL
   for (int section = 0; section < SECTIONS<CODES>; ++section) {
     GPTFAST_UNROLL
     for (int part = 0; part < PARTS; ++part) {
       const vfloat scale = scales.read(group * SECTIONS<CODES> + section, part);
       GPTFAST_UNROLL
-      for (int m = 0; m < M; ++m) total[part][m] = multiply_add(sum[section][part][m], scale, total[part][m]);
+      for (int m = 0; m < M; ++m) totals.add(part, m, sum[section][part][m], scale);
     }
   }
   if (header.has_mins) {
@@ -105,17 +148,8 @@ GPTFAST_INLINE void add_group(const Header& header, const ScaleReader& scales, c
     for (int part = 0; part < PARTS; ++part) {
       const vfloat min = mins.read(group, part);
       GPTFAST_UNROLL
-      for (int m = 0; m < M; ++m) total[part][m] = multiply_add(min, broadcast(input_sum[m]), total[part][m]);
+      for (int m = 0; m < M; ++m) totals.add(part, m, min, broadcast(input_sum[m]));
     }
-  }
-}
-
-template <int M>
-GPTFAST_INLINE void store_totals(const vfloat (&total)[PARTS][M], float* sums) {
-  GPTFAST_UNROLL
-  for (int m = 0; m < M; ++m) {
-    GPTFAST_UNROLL
-    for (int part = 0; part < PARTS; ++part) store(sums + m * STRIP + part * W, total[part][m]);
   }
 }
 
@@ -127,7 +161,7 @@ void multiply_rounded(const Header& header, const uint8_t* strip, const Inputs& 
   const int64_t blocks_per_group = header.blocks() / groups;
   const ScaleReader scales = ScaleReader::of_scales(header, strip), mins = ScaleReader::of_mins(header, strip);
   const uint8_t* block = strip;
-  vfloat total[PARTS][M] = {};
+  Totals<M> totals(sums);
   for (int64_t group = 0, b = 0; group < groups; ++group) {
     vfloat sum[SECTIONS<CODES>][PARTS][M] = {};
     float input_sum[M] = {};
@@ -161,9 +195,9 @@ void multiply_rounded(const Header& header, const uint8_t* strip, const Inputs& 
       GPTFAST_UNROLL
       for (int m = 0; m < M; ++m) input_sum[m] += inputs.sums[b * M + m];
     }
-    add_group<CODES, M>(header, scales, mins, group, sum, input_sum, total);
+    add_group<CODES, M>(header, scales, mins, group, sum, input_sum, totals);
   }
-  store_totals(total, sums);
+  totals.finish();
 }
 
 // Quantized weights with inputs as they are. `sums` is (M, 16).
@@ -175,7 +209,7 @@ void multiply_exact(const Header& header, const uint8_t* strip, const Inputs& in
   const int64_t blocks_per_group = header.blocks() / groups;
   const ScaleReader scales = ScaleReader::of_scales(header, strip), mins = ScaleReader::of_mins(header, strip);
   const uint8_t* block = strip;
-  vfloat total[PARTS][M] = {};
+  Totals<M> totals(sums);
   for (int64_t group = 0, b = 0; group < groups; ++group) {
     vfloat sum[SECTIONS<CODES>][PARTS][M] = {};
     float input_sum[M] = {};
@@ -209,9 +243,9 @@ void multiply_exact(const Header& header, const uint8_t* strip, const Inputs& in
       GPTFAST_UNROLL
       for (int m = 0; m < M; ++m) input_sum[m] += inputs.sums[b * M + m];
     }
-    add_group<CODES, M>(header, scales, mins, group, sum, input_sum, total);
+    add_group<CODES, M>(header, scales, mins, group, sum, input_sum, totals);
   }
-  store_totals(total, sums);
+  totals.finish();
 }
 
 // W rows of one input, of weights that are floats.
@@ -227,7 +261,7 @@ GPTFAST_INLINE vfloat load_weights(const uint8_t* block, int k, int part) {
 template <Codes CODES, int M>
 void multiply_dense(const Header& header, const uint8_t* strip, const Inputs& inputs, float* sums) {
   const uint8_t* block = strip;
-  vfloat total[PARTS][M] = {};
+  Totals<M> totals(sums);
   for (int64_t b = 0; b < header.blocks(); ++b, block += get_block_bytes(CODES)) {
     for (int line = 0; line < get_block_bytes(CODES); line += 256) __builtin_prefetch(block + 4096 + line);
     GPTFAST_UNROLL
@@ -243,10 +277,10 @@ void multiply_dense(const Header& header, const uint8_t* strip, const Inputs& in
         }
       }
       GPTFAST_UNROLL
-      for (int m = 0; m < M; ++m) total[part][m] += even[m] + odd[m];
+      for (int m = 0; m < M; ++m) totals.add(part, m, even[m] + odd[m], broadcast(1.0f));
     }
   }
-  store_totals(total, sums);
+  totals.finish();
 }
 
 }  // namespace gptfast

@@ -1,0 +1,90 @@
+#include "team.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <chrono>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace gptfast {
+namespace {
+
+// How long a thread looks for work before it sleeps; waking it takes as long as the work of a small model's layer.
+constexpr std::chrono::milliseconds PATIENCE{5};
+constexpr int LOOKS_PER_CLOCK = 256;
+
+void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+Team& Team::get() {
+  static Team* team = new Team;
+  return *team;
+}
+
+void Team::share(int64_t count, int threads, Call call, const void* data) {
+  for (; started_ < threads - 1; ++started_) {
+    // Signals are the caller's.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    std::thread(&Team::serve, this, started_).detach();
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+  call_ = call;
+  data_ = data;
+  count_ = count;
+  done_.store(0, std::memory_order_relaxed);
+  wanted_.store(threads - 1, std::memory_order_relaxed);
+  left_.store(int32_t(count), std::memory_order_release);
+  left_.notify_all();
+  while (take_piece()) {
+  }
+  for (int looks = 0; done_.load(std::memory_order_acquire) < count; ++looks) {
+    pause();
+    if (looks % 4096 == 4095) std::this_thread::yield();  // to a thread that lost its core over a piece
+  }
+}
+
+bool Team::take_piece() {
+  int32_t left = left_.load(std::memory_order_acquire);
+  while (left > 0) {
+    if (left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
+      call_(data_, count_ - left);
+      done_.fetch_add(1, std::memory_order_release);
+      return true;
+    }
+  }
+  return false;
+}
+
+void Team::serve(int number) {
+  auto last_work = std::chrono::steady_clock::now();
+  while (true) {
+    if (number < wanted_.load(std::memory_order_relaxed) && take_piece()) {
+      while (take_piece()) {
+      }
+      last_work = std::chrono::steady_clock::now();
+      continue;
+    }
+    for (int look = 0; look < LOOKS_PER_CLOCK && left_.load(std::memory_order_relaxed) == 0; ++look) pause();
+    if (std::chrono::steady_clock::now() - last_work > PATIENCE) {
+      const int32_t left = left_.load(std::memory_order_relaxed);
+      // A thread that is not wanted sleeps over work too.
+      if (left == 0 || number >= wanted_.load(std::memory_order_relaxed)) left_.wait(left, std::memory_order_relaxed);
+      last_work = std::chrono::steady_clock::now();
+    }
+  }
+}
+
+}  // namespace gptfast

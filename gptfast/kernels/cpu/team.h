@@ -1,0 +1,53 @@
+// The threads that share the work of a call.
+//
+// OpenMP waits at the end of a loop for every thread to arrive, also for one that has not begun: with a busy
+// neighbour on its core that takes milliseconds, several hundred times a token. Here the caller waits for pieces of
+// work that were begun and for nothing else; what no other thread takes it does itself.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+
+namespace gptfast {
+
+class Team {
+ public:
+  // Of the whole process; it is never destroyed, as its threads may outlive all else.
+  static Team& get();
+
+  // Calls function(index) once for every index below `count`, on any thread in any order; at most `threads` take part.
+  template <class Function>
+  void run(int64_t count, int threads, const Function& function) {
+    if (count == 0) return;
+    // A second caller at the same time works alone.
+    std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
+    if (count == 1 || threads <= 1 || !lock.owns_lock()) {
+      for (int64_t index = 0; index < count; ++index) function(index);
+      return;
+    }
+    share(
+        count, threads, [](const void* data, int64_t index) { (*(const Function*)data)(index); }, &function);
+  }
+
+ private:
+  using Call = void (*)(const void*, int64_t);
+
+  Team() = default;
+  void share(int64_t count, int threads, Call call, const void* data);
+  bool take_piece();
+  void serve(int number);
+
+  std::mutex busy_;
+  // What is shared out. It changes only while no piece is left and none is being done, so whoever takes a piece may
+  // read it afterwards.
+  Call call_ = nullptr;
+  const void* data_ = nullptr;
+  int64_t count_ = 0;
+  alignas(64) std::atomic<int32_t> left_{0};  // pieces that nobody has taken
+  alignas(64) std::atomic<int32_t> done_{0};
+  alignas(64) std::atomic<int> wanted_{0};  // threads beside the caller
+  int started_ = 0;
+};
+
+}  // namespace gptfast
