@@ -140,6 +140,8 @@ def build_step(function: Step, model: Transformer, inputs: dict[str, Tensor], se
     if model.uses_attention_kernel:
         # What is left beside the kernels is small, and a second team of threads would spin on the kernels' cores.
         options["cpp.threads"] = 1
+    # The runner owns every buffer, so nothing has to be checked in every layer of every step.
+    options |= dict.fromkeys(("size_asserts", "alignment_asserts", "assert_indirect_indexing"), False)
     settings = {
         # Buffers of a module, the caches among them, would else have static shapes whatever is marked ...
         "force_parameter_static_shapes": False,

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptfast.cpu import describe_cpu
+from gptfast.kernels import build
+from tests.reference.attention import attend, make_cache
+from tests.reference.sessions import Outcome, start_process
+
+MACHINES = {
+    "avx512": ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "any": (),
+}
+SOURCE = "int compiled() { return 1; }\n"
+LOAD = """
+import logging, pathlib, sys
+from gptfast.kernels import build
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+build.SOURCE_DIR = pathlib.Path(sys.argv[1])
+print(build.load_library())
+"""
+ASK = "from gptfast.kernels.ops import has_cpu_kernels; print(has_cpu_kernels())"
+SAYS_THAT_IT_COMPILES = "compiling the CPU kernels"
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """Code that is compiled in no time."""
+    directory = tmp_path / "sources"
+    directory.mkdir()
+    (directory / "probe.cpp").write_text(SOURCE)
+    return directory
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def start_loading(sources: Path, cache: Path, **environment: str) -> subprocess.Popen[str]:
+    return start_process("-c", LOAD, sources, GPTFAST_CACHE=str(cache), **environment)
+
+
+def finish(process: subprocess.Popen[str]) -> Outcome:
+    with process:
+        stdout, stderr = process.communicate(timeout=120)
+    return Outcome(process.returncode, stdout, stderr)
+
+
+def list_libraries(cache: Path) -> list[Path]:
+    return sorted(cache.rglob("*.so"))
+
+
+def test_processes_that_start_together_build_once(sources: Path, cache: Path) -> None:
+    outcomes = [finish(process) for process in [start_loading(sources, cache) for _ in range(3)]]
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0, 0]
+    assert sum(SAYS_THAT_IT_COMPILES in outcome.stderr for outcome in outcomes) == 1
+    [library] = list_libraries(cache)
+    assert {outcome.stdout for outcome in outcomes} == {f"{library}\n"}
+
+
+def test_a_change_in_a_source_is_built_anew_and_nothing_else_is(sources: Path, cache: Path) -> None:
+    finish(start_loading(sources, cache))
+    again = finish(start_loading(sources, cache))
+    assert SAYS_THAT_IT_COMPILES not in again.stderr
+    (sources / "probe.cpp").write_text(SOURCE + "int added() { return 2; }\n")
+    changed = finish(start_loading(sources, cache))
+    assert SAYS_THAT_IT_COMPILES in changed.stderr
+    assert len(list_libraries(cache)) == 2
+
+
+def test_a_killed_build_leaves_nothing_that_loads_and_the_next_one_succeeds(
+    sources: Path, cache: Path, tmp_path: Path
+) -> None:
+    with killed_while_compiling(sources, cache, tmp_path):
+        assert list_libraries(cache) == []
+    outcome = finish(start_loading(sources, cache))
+    assert outcome.exit_code == 0, outcome
+    assert len(list_libraries(cache)) == 1
+
+
+@contextlib.contextmanager
+def killed_while_compiling(sources: Path, cache: Path, directory: Path) -> Iterator[None]:
+    """A process that builds with a compiler that takes for ever is killed with it, once it compiles."""
+    started = directory / "started"
+    compiler = directory / "slow-g++"
+    compiler.write_text(f'#!/bin/sh\ncase " $* " in *" -c "*) touch {started}; sleep 600;; esac\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOAD, sources],
+        env=os.environ | {"GPTFAST_CACHE": str(cache), "CXX": str(compiler)},
+        start_new_session=True,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not started.exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    yield
+
+
+def test_code_that_does_not_compile_is_told_in_one_line(sources: Path, cache: Path) -> None:
+    (sources / "probe.cpp").write_text("int broken() { return nothing; }\n")
+    outcome = finish(start_loading(sources, cache))
+    last = outcome.stderr.splitlines()[-1]
+    assert "BuildError" in last
+    assert "nothing" in last
+    assert list_libraries(cache) == []
+
+
+def test_a_damaged_library_is_named(sources: Path, cache: Path) -> None:
+    finish(start_loading(sources, cache))
+    [library] = list_libraries(cache)
+    library.write_bytes(b"not a library")
+    last = finish(start_loading(sources, cache)).stderr.splitlines()[-1]
+    assert "BuildError" in last
+    assert f"{library} cannot be loaded" in last
+
+
+def test_a_cache_that_cannot_be_written_costs_a_build_only(sources: Path, tmp_path: Path) -> None:
+    obstacle = tmp_path / "file"
+    obstacle.write_text("")
+    outcome = finish(start_loading(sources, obstacle / "cache"))
+    assert outcome.exit_code == 0, outcome
+    assert not Path(outcome.stdout.strip()).exists()  # it was temporary
+
+
+@pytest.mark.parametrize("environment", [{"CXX": "missing-compiler"}, {"PATH": "", "CXX": "g++"}])
+def test_without_a_compiler_there_are_no_kernels_and_one_line_says_so(cache: Path, environment: dict[str, str]) -> None:
+    outcome = finish(start_process("-c", ASK, GPTFAST_CACHE=str(cache), **environment))
+    assert outcome.stdout == "False\n"
+    [line] = outcome.stderr.splitlines()
+    assert f"there is no C++ compiler {environment['CXX']}" in line
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_kind_of_machine_has_its_code(machine: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the optimizer, which takes a minute and is not what is tested."""
+    flags = MACHINES[machine]
+    if not can_run(flags):
+        check_that_it_compiles(flags)
+        return
+    monkeypatch.setattr(build, "FLAGS", ("-O0", "-fopenmp"))
+    monkeypatch.setenv("GPTFAST_CACHE", str(cache))
+    check_that_it_computes(f"plain_{machine}", flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_kind_of_machine_has_its_optimized_code(
+    machine: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_run(MACHINES[machine]):
+        pytest.skip(f"this machine does not run {machine} code")
+    monkeypatch.setenv("GPTFAST_CACHE", str(cache))
+    check_that_it_computes(f"optimized_{machine}", MACHINES[machine])
+
+
+def can_run(flags: Sequence[str]) -> bool:
+    features = describe_cpu().replace("avx512_vnni", "avx512vnni").split()
+    return all(flag.removeprefix("-m") in features for flag in flags)
+
+
+def check_that_it_compiles(flags: Sequence[str]) -> None:
+    from torch.utils.cpp_extension import include_paths
+
+    includes = [part for path in include_paths() for part in ("-isystem", path)]
+    for source in build.list_sources("*.cpp"):
+        command = [build.find_compiler(), "-std=c++20", "-DGPTFAST_LIBRARY=other", *flags, *includes]
+        subprocess.run([*command, "-c", source, "-o", os.devnull], check=True)
+
+
+def check_that_it_computes(name: str, flags: Sequence[str]) -> None:
+    """Products of each kind of weights, and attention over each kind of cache, against float64."""
+    build.load_library(name, flags)
+    operators = getattr(torch.ops, name)
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        weight = torch.randn(40, 96).to(dtype)
+        check_product(operators, operators.pack_dense(weight), weight.double(), rounds_inputs=False)
+    for bits in (4, 8):
+        codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (40, 96), dtype=torch.int8)
+        scales = torch.rand(40, 3).half() / 2**bits
+        packed = operators.pack_quantized(codes, scales, None, None, None, bits)
+        weight = codes.double() * scales.double().repeat_interleave(32, dim=1)
+        for rounds_inputs in (False, True):
+            check_product(operators, packed, weight, rounds_inputs=rounds_inputs)
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        for dim in (20, 64):
+            q, cache, input_pos = torch.randn(1, 3, 6, dim), make_cache(dtype, 1, 2, 140, dim), torch.arange(126, 129)
+            actual = operators.attention(q, cache.k, cache.v, cache.k_scales, cache.v_scales, input_pos, None)
+            torch.testing.assert_close(actual.double(), attend(q, cache, input_pos), atol=1e-5, rtol=1e-5)
+
+
+def check_product(
+    operators: torch._ops._OpNamespace, packed: torch.Tensor, weight: torch.Tensor, *, rounds_inputs: bool
+) -> None:
+    for rows in (1, 3):
+        # Multiples of 1/127 of the largest are not changed by rounding to int8.
+        x = torch.randint(-127, 128, (rows, weight.shape[1])).float() / 64
+        x[:, ::32] = 127 / 64
+        actual = operators.linear(x, packed, None, weight.shape[0], rounds_inputs)
+        torch.testing.assert_close(actual.double(), x.double() @ weight.T, atol=1e-4, rtol=1e-5)
