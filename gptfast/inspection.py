@@ -20,7 +20,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
 
 
 class InspectionError(UserError):
-    """A size that cannot be read."""
+    """A size or a precision that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -62,25 +62,27 @@ class ParameterAccount:
 class Precision:
     """How weights are stored: `bits` per weight in a quantized matrix, the rest in `dense_bytes`.
 
-    Quantized are the blocks' projections and an untied output layer. Each group of `group_size`
-    weights of a row (None: the whole row) has `group_bytes` of `group_contents`. Embeddings, norms,
-    biases and the KV cache have `dense_bytes` per element.
+    Quantized are the blocks' projections and, always as `HEAD`, the output layer, which a tied embedding is too. Each
+    group of `group_size` weights of a row (None: the whole row) has a scale of `scale_bytes`. Norms, biases and an
+    embedding that is not the output layer have `dense_bytes` per element.
     """
 
     name: str
     dense_bytes: int
     bits: int | None = None
     group_size: int | None = None
-    group_bytes: int = 0
-    group_contents: str = ""
+    scale_bytes: int = 0
 
 
+HEAD = Precision("int8 per channel", dense_bytes=2, bits=8, scale_bytes=2)
 PRECISIONS = (
     Precision("float32", dense_bytes=4),
     Precision("bfloat16", dense_bytes=2),
-    Precision("int8 per channel", dense_bytes=2, bits=8, group_bytes=2, group_contents="scale"),
-    Precision("int4 group 32", dense_bytes=2, bits=4, group_size=32, group_bytes=4, group_contents="scale and zero"),
+    HEAD,
+    Precision("int4 group 32", dense_bytes=2, bits=4, group_size=32, scale_bytes=2),
 )
+"""What `load` makes of weights: fp32, bf16, int8 and int4."""
+KV_ELEMENT_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "int8": 1}
 _AS_STORED = Precision("as stored", dense_bytes=2)
 
 
@@ -113,18 +115,24 @@ def count_parameters(config: ModelConfig) -> ParameterAccount:
     return ParameterAccount(components=(first, *block, *last), n_layers=config.n_layers)
 
 
-def estimate_memory(config: ModelConfig, available_bytes: int, stored_bytes: int | None = None) -> list[MemoryEstimate]:
+def estimate_memory(
+    config: ModelConfig, available_bytes: int, stored_bytes: int | None = None, *, kv_dtype: str = "bfloat16"
+) -> list[MemoryEstimate]:
     """What the model takes at every precision, and which context `available_bytes` can hold.
 
     Counted are the weights and the KV cache; activations and the process itself are not.
     `stored_bytes`, the size of a checkpoint's weights as they lie on disk, adds a first row.
+    Raises InspectionError for a `kv_dtype` that is not in `KV_ELEMENT_BYTES`.
     """
+    if kv_dtype not in KV_ELEMENT_BYTES:
+        raise InspectionError(f"kv-dtype {kv_dtype!r} is not supported; use {', '.join(KV_ELEMENT_BYTES)}")
+    kv_bytes = config.get_kv_bytes_per_token(KV_ELEMENT_BYTES[kv_dtype], has_scales=kv_dtype == "int8")
     account = count_parameters(config)
     sizes = [(precision, _compute_weight_bytes(account, precision)) for precision in PRECISIONS]
     if stored_bytes is not None:
         sizes.insert(0, (_AS_STORED, stored_bytes))
     return [
-        _estimate_precision(config, account.total, precision, weight_bytes, available_bytes)
+        _estimate_precision(config, account.total, precision, weight_bytes, kv_bytes, available_bytes)
         for precision, weight_bytes in sizes
     ]
 
@@ -141,26 +149,34 @@ def parse_size(text: str) -> int:
 
 
 def _compute_weight_bytes(account: ParameterAccount, precision: Precision) -> int:
-    return sum(
-        _compute_component_bytes(component, precision) * (account.n_layers if component.in_block else 1)
-        for component in account.components
-    )
+    is_tied = any(component.name == "output" and not component.shape for component in account.components)
+    total = 0
+    for component in account.components:
+        is_head = component.name == ("tok_embeddings" if is_tied else "output")
+        is_dense = precision.bits is None or len(component.shape) != 2
+        if is_dense or (component.name == "tok_embeddings" and not is_head):
+            total += account.count_all(component) * precision.dense_bytes
+        else:
+            copies = account.n_layers if component.in_block else 1
+            total += copies * _compute_quantized_bytes(component, HEAD if is_head else precision)
+    return total
 
 
-def _compute_component_bytes(component: Component, precision: Precision) -> int:
-    is_quantized = precision.bits is not None and len(component.shape) == 2
-    if not is_quantized or component.name == "tok_embeddings":
-        return component.count * precision.dense_bytes
+def _compute_quantized_bytes(component: Component, precision: Precision) -> int:
     assert precision.bits is not None
     rows, columns = component.shape
     groups = math.ceil(columns / (precision.group_size or columns))
-    return rows * (math.ceil(columns * precision.bits / 8) + groups * precision.group_bytes)
+    return rows * (math.ceil(columns * precision.bits / 8) + groups * precision.scale_bytes)
 
 
 def _estimate_precision(
-    config: ModelConfig, n_parameters: int, precision: Precision, weight_bytes: int, available_bytes: int
+    config: ModelConfig,
+    n_parameters: int,
+    precision: Precision,
+    weight_bytes: int,
+    kv_bytes: int,
+    available_bytes: int,
 ) -> MemoryEstimate:
-    kv_bytes = config.get_kv_bytes_per_token(precision.dense_bytes)
     fitting_tokens = max(0, (available_bytes - weight_bytes) // kv_bytes)
     limited_by: Literal["memory", "model", "weights"] = "memory"
     if fitting_tokens == 0:

@@ -71,7 +71,7 @@ def round_slices(
     scales = torch.empty(rows, groups, device=weight.device)
     zeros = torch.empty(rows, groups, dtype=torch.int8, device=weight.device)
     for part in slice_rows(weight, slice_weights):
-        codes[part], scales[part], zeros[part] = round_rows(weight[part].float())
+        codes[part], scales[part], zeros[part] = round_rows(weight[part].float().contiguous())
     return QuantizedWeight(codes, scales, scheme.bits, None if scheme.symmetric else zeros)
 
 
@@ -112,7 +112,8 @@ def choose_ranges(
     than that of the group's whole range. A symmetric scale may be negative: there are more codes below zero than
     above, so the sign says on which side.
 
-    Without |w| the large weights, which matter most, are cut off. llama.cpp weighs much the same for its K-quants.
+    Without |w| the large weights, which matter most, are cut off: the perplexity of SmolLM2-135M with asymmetric
+    groups of 64 is then higher than with whole ranges. llama.cpp weighs much the same for its K-quants.
 
     Raises UserError, which calls the matrix `name`, if a weight is not finite.
     """

@@ -69,22 +69,35 @@ def test_weight_bytes_by_hand() -> None:
     rows = 32 * (4096 + 1024 + 1024 + 4096 + 14_336 + 4096 + 14_336) + 128_256
     assert estimate(0, "float32").weight_bytes == 4 * total
     assert estimate(0, "bfloat16").weight_bytes == 2 * total
+    head = 128_256 * (4096 + 2)
     assert estimate(0, "int8 per channel").weight_bytes == quantized + 2 * rows + 2 * kept
-    assert estimate(0, "int4 group 32").weight_bytes == quantized * 5 // 8 + 2 * kept
+    blocks = quantized - 128_256 * 4096
+    assert estimate(0, "int4 group 32").weight_bytes == blocks * 9 // 16 + head + 2 * kept  # 4.5 bits each
 
 
-def test_tied_output_is_counted_once_and_not_quantized() -> None:
+def test_a_tied_embedding_is_counted_once_as_the_output_layer() -> None:
     config = PRESETS["smollm2-135m"]
-    quantized = 30 * (2 * 576 * 576 + 2 * 192 * 576 + 3 * 1536 * 576)
-    kept = 134_515_008 - quantized
+    blocks = 30 * (2 * 576 * 576 + 2 * 192 * 576 + 3 * 1536 * 576)
+    head = config.vocab_size * 576
+    norms = 134_515_008 - blocks - head
     sizes = {each.precision: each.weight_bytes for each in estimate_memory(config, 0)}
-    assert sizes["int4 group 32"] == quantized * 5 // 8 + 2 * kept
+    assert sizes["int4 group 32"] == blocks * 9 // 16 + head + 2 * config.vocab_size + 2 * norms
 
 
 def test_kv_cache_of_llama_3_8b_is_128_kib_per_token() -> None:
     assert LLAMA_3_8B.get_kv_bytes_per_token(2) == 128 * 1024
-    assert estimate(0, "float32").kv_bytes_per_token == 256 * 1024
+    assert estimate(0, "float32").kv_bytes_per_token == 128 * 1024
     assert estimate(0, "int4 group 32").kv_bytes_per_token == 128 * 1024
+
+
+def test_keys_and_values_of_int8_have_a_scale_for_each_head() -> None:
+    by_dtype = {name: estimate_memory(LLAMA_3_8B, 0, kv_dtype=name)[0].kv_bytes_per_token for name in ("fp32", "int8")}
+    assert by_dtype == {"fp32": 256 * 1024, "int8": 2 * 32 * 8 * (128 + 4)}
+
+
+def test_an_unknown_kv_dtype_is_refused() -> None:
+    with pytest.raises(InspectionError, match=r"'int3' is not supported; use .*bf16"):
+        estimate_memory(LLAMA_3_8B, 0, kv_dtype="int3")
 
 
 def test_context_is_limited_by_the_model_the_memory_or_the_weights() -> None:

@@ -69,10 +69,13 @@ def fill_caches(session: Session, length: int) -> None:
     What they are makes no difference to the time that reading them takes, and computing them for 2,048 tokens takes
     a large model minutes. They must be written: untouched pages would all be read from one page of zeros.
     """
-    generator = torch.Generator(session.runner.device).manual_seed(0)
+    device = session.runner.device
+    generator = torch.Generator(device).manual_seed(0)
+    slots = torch.arange(length, device=device)
     for cache in session.runner.model.list_caches():
-        for buffer in (cache.k, cache.v):
-            buffer[:, :, :length].normal_(generator=generator)
+        rows, heads, _, head_dim = cache.k.shape
+        k, v = torch.randn(2, rows, heads, length, head_dim, generator=generator, device=device)
+        cache.write(slots, k, v)
 
 
 def time_prefill(session: Session, prompt: list[int], clock: Clock) -> float:

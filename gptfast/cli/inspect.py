@@ -23,8 +23,9 @@ _KV_TOKENS = 1000
 @click.command(name="inspect")
 @click.argument("model", metavar="PRESET_OR_PATH")
 @click.option("--memory", metavar="SIZE", help="Memory to fit into, such as 24GiB; what is free here if absent.")
+@click.option("--kv-dtype", default="bf16", show_default=True, help="Of keys and values: fp32, bf16 or int8.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON instead of tables.")
-def command(model: str, memory: str | None, as_json: bool) -> None:
+def command(model: str, memory: str | None, kv_dtype: str, as_json: bool) -> None:
     """Account for the parameters of a preset or a checkpoint, and tell which context fits."""
     from gptfast.errors import UserError
     from gptfast.inspection import count_parameters, estimate_memory, parse_size
@@ -35,16 +36,16 @@ def command(model: str, memory: str | None, as_json: bool) -> None:
         raise UserError("this system does not tell how much memory is free; say it with --memory, such as 16GiB")
     config, stored_bytes = _find_model(model)
     account = count_parameters(config)
-    estimates = estimate_memory(config, available_bytes, stored_bytes)
+    estimates = estimate_memory(config, available_bytes, stored_bytes, kv_dtype=kv_dtype)
     if as_json:
-        click.echo(json.dumps(_to_json(model, config, account, estimates, available_bytes)))
+        click.echo(json.dumps(_to_json(model, config, account, estimates, available_bytes, kv_dtype)))
         return
     click.echo(_describe_architecture(model, config))
     click.echo()
     click.echo(_format_parameters(config, account))
     click.echo()
     source = "free on this machine" if memory is None else "given"
-    click.echo(f"memory: {available_bytes / 2**30:,.1f} GiB {source}, batch size 1")
+    click.echo(f"memory: {available_bytes / 2**30:,.1f} GiB {source}, batch size 1, KV cache in {kv_dtype}")
     click.echo()
     click.echo(_format_estimates(estimates, available_bytes))
     click.echo()
@@ -150,10 +151,12 @@ def _describe_what_is_counted() -> str:
     for precision in PRECISIONS:
         if precision.bits is not None:
             span = f"{precision.group_size} weights" if precision.group_size else "row"
-            extra = f"{precision.group_bytes} bytes of {precision.group_contents} per {span}"
+            extra = f"{precision.scale_bytes} bytes of scale per {span}"
             lines.append(f"{precision.name}: {precision.bits} bits per weight and {extra}.")
-    lines.append("Quantized are the blocks' projections and an untied output; embeddings, norms and biases are")
-    lines.append("bfloat16 then. The KV cache is bfloat16, with float32 weights float32. GB = 1e9, GiB = 2**30 bytes.")
+    lines.append(
+        "Quantized are the blocks' projections and the output, which always is int8 per channel; norms, biases"
+    )
+    lines.append("and an untied embedding are bfloat16 then. GB = 1e9, GiB = 2**30 bytes.")
     return "\n".join(lines)
 
 
@@ -163,6 +166,7 @@ def _to_json(
     account: ParameterAccount,
     estimates: Sequence[MemoryEstimate],
     available_bytes: int,
+    kv_dtype: str,
 ) -> dict[str, Any]:
     return {
         "model": name,
@@ -185,6 +189,7 @@ def _to_json(
         },
         "memory": {
             "available_bytes": available_bytes,
+            "kv_dtype": kv_dtype,
             "estimates": [dataclasses.asdict(estimate) for estimate in estimates],
         },
     }

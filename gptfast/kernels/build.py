@@ -48,7 +48,7 @@ def load_library(name: str = LIBRARY, machine_flags: Sequence[str] = NATIVE_FLAG
 
         with FileLock(directory / f"{key}.lock"):
             if not library.exists():
-                build_and_load(library, name, machine_flags)
+                build_and_load(library, name, machine_flags, compiler)
                 return library
     try:
         torch.ops.load_library(str(library))
@@ -63,7 +63,7 @@ def find_compiler() -> Path:
     found = shutil.which(name)
     if found is None:
         raise BuildError(f"there is no C++ compiler {name}; install g++, or name one with CXX")
-    return Path(found).resolve()
+    return Path(found)
 
 
 def compute_key(name: str, machine_flags: Sequence[str], compiler: Path) -> str:
@@ -86,7 +86,7 @@ def list_sources(pattern: str) -> list[Path]:
     return sorted(SOURCE_DIR.glob(pattern))
 
 
-def build_and_load(library: Path, name: str, machine_flags: Sequence[str]) -> None:
+def build_and_load(library: Path, name: str, machine_flags: Sequence[str], compiler: Path) -> None:
     """Compile elsewhere and move the result into place, so that a killed build leaves nothing that loads."""
     import ninja
 
@@ -99,7 +99,7 @@ def build_and_load(library: Path, name: str, machine_flags: Sequence[str]) -> No
     path = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", os.defpath)])
     with (
         tempfile.TemporaryDirectory(dir=library.parent.parent, prefix="build-") as directory,
-        patch.dict(os.environ, PATH=path),
+        patch.dict(os.environ, PATH=path, CXX=str(compiler)),
     ):
         try:
             cpp_extension.load(
@@ -117,5 +117,6 @@ def build_and_load(library: Path, name: str, machine_flags: Sequence[str]) -> No
 
 def find_reason(message: str) -> str:
     """The line of a compiler's output that says what is wrong."""
-    lines = message.strip().splitlines()
-    return next((line.strip() for line in lines if "error" in line.lower()), lines[0] if lines else "no reason given")
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    errors = [line for line in lines if ": error:" in line or ": fatal error:" in line]
+    return (errors or lines or ["no reason given"])[0]

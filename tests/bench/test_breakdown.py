@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch._ops import OpOverload
 
+from gptfast import loading
 from gptfast.bench.breakdown import (
     HOST,
     SAMPLING,
@@ -22,6 +24,7 @@ from gptfast.bench.breakdown import (
 from gptfast.bench.kernels import ATTENTION, POINTWISE, KernelTimer, list_products
 from gptfast.checkpoint import open_checkpoint
 from gptfast.config import SamplingConfig
+from gptfast.kernels import ops
 from gptfast.loading import load_model
 from gptfast.runner import Runner
 from gptfast.session import Session
@@ -70,7 +73,7 @@ def test_a_tied_head_is_the_output(family_directory: Callable[[str], Path]) -> N
     runner = Runner(load_model(open_checkpoint(family_directory("qwen2"))))
     assert runner.model.output is None
     parts = list_parts(runner)
-    assert parts.count("output") == 2  # the row that is looked up, and the product
+    assert parts.count("output") == 1  # and not the row that is looked up
     assert parts.count("attention.wqkv") == runner.model.config.n_layers
 
 
@@ -78,12 +81,14 @@ def test_the_bytes_of_the_parts_are_those_of_a_token(eager: Session) -> None:
     breakdown = measure_breakdown(eager.runner, DEPTH, SamplingConfig(), time.perf_counter)
     config = eager.runner.model.config
     read = {part.name: part.bytes_read for part in breakdown.parts}
-    assert read["feed_forward.w13"] == config.n_layers * 2 * config.ffn_dim * config.dim * 4
-    assert read["output"] == config.vocab_size * config.dim * 4
+    header = 64  # bytes of each packed matrix
+    assert read["feed_forward.w13"] == config.n_layers * (2 * config.ffn_dim * config.dim * 4 + header)
+    padded = 16 * math.ceil(config.vocab_size / 16)
+    assert read["output"] == padded * config.dim * 4 + header
     assert read[ATTENTION] == pytest.approx(DEPTH * config.get_kv_bytes_per_token(4), rel=0.3)
-    norms = sum(p.nbytes for p in eager.runner.model.parameters() if p.dim() == 1)
-    rows = 0 if eager.runner.model.output is None else config.dim * 4
-    assert sum(read[name] for name in PRODUCTS) + norms + rows == eager.weight_bytes_per_token
+    norms = (2 * config.n_layers + 1) * config.dim * 4
+    row = eager.runner.model.tok_embeddings.weight.nbytes // config.vocab_size
+    assert sum(read[name] for name in PRODUCTS) + norms + row == eager.weight_bytes_per_token
 
 
 def test_a_step_is_as_it_was_after_it_was_taken_apart(compiled: Session) -> None:
@@ -122,9 +127,25 @@ def test_each_layer_calls_each_product_once(session: Session) -> None:
     assert "output" in parts
 
 
-def test_loops_that_share_a_kernel_share_a_part(compiled: Session) -> None:
-    """Why a step is built again to be taken apart: as it is, one kernel may read several weights."""
-    assert any(" + " in part for part in list_parts(compiled.runner))
+def test_matrices_that_a_layer_holds_apart_are_one_part(eager: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where wq, wk and wv are not stored alike, `wqkv` is a product with each."""
+    monkeypatch.setattr(loading, "join_alike", list)
+    runner = Runner(load_model(eager.checkpoint))
+    n_layers = runner.model.config.n_layers
+    products = [part for part, _ in list_products(runner.model)]
+    assert (products.count("attention.wqkv"), products.count("feed_forward.w13")) == (3 * n_layers, 2 * n_layers)
+    assert set(products) == PRODUCTS
+    assert list_parts(runner).count("attention.wqkv") == 3 * n_layers
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_without_the_kernels_the_parts_are_the_same(
+    is_compiled: bool, eager: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "has_cpu_kernels", lambda: False)
+    runner = Runner(load_model(eager.checkpoint), compile=is_compiled)
+    breakdown = measure_breakdown(runner, DEPTH, SamplingConfig(), time.perf_counter)
+    assert {part.name for part in breakdown.parts} >= PRODUCTS | {ATTENTION, POINTWISE}
 
 
 def test_products_are_all_the_matrices_that_a_step_multiplies_with(eager: Session) -> None:

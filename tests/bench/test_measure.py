@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gptfast.bench import measure, measurements, summary
 from gptfast.bench.environment import describe_environment
@@ -22,6 +23,7 @@ from gptfast.decode import prefill
 from gptfast.errors import PromptError, UserError
 from gptfast.generation import Stream
 from gptfast.memory import get_peak_resident_memory
+from gptfast.model import Transformer
 from gptfast.session import Session, load
 from tests.reference.sessions import ids_of, load_tiny, random_prompt
 
@@ -95,7 +97,10 @@ def test_a_benchmark_tells_what_ran(session: Session) -> None:
     assert result.execution.recompiles == 0
     assert not result.execution.cuda_graphs
     assert result.model.weight_bytes_per_token == session.weight_bytes_per_token
-    assert result.model.parameters == sum(parameter.numel() for parameter in session.runner.model.parameters())
+    with torch.device("meta"):
+        dense = Transformer(session.runner.model.config)
+    assert result.model.parameters == sum(parameter.numel() for parameter in dense.parameters())
+    assert (result.model.weights, result.model.activations, result.model.kv_dtype) == ("float32", "fp32", "float32")
     assert result.bandwidth.ceiling_gb_per_s > 0
     assert result.memory.peak_resident_bytes >= (result.memory.resident_bytes or 0) > 0
 

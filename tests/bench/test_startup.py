@@ -40,6 +40,9 @@ REPORT = {
     "ttft_s": 0.5,
     "device": "cpu",
     "dtype": "float32",
+    "weights": "Q4_1",
+    "activations": "int8",
+    "kv_dtype": "bfloat16",
     "threads": 2,
 }
 PLAYER = """
@@ -65,6 +68,9 @@ def make_settings(checkpoint: str | None = "model", **changes: object) -> Startu
         "preset": None,
         "device": "auto",
         "dtype": None,
+        "weights": "stored",
+        "activations": None,
+        "kv_dtype": None,
         "threads": None,
         "compile": True,
         "prompt_tokens": 32,
@@ -205,18 +211,20 @@ def test_ctrl_c_ends_the_started_process(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for_reaches_the_started_process() -> None:
-    command = build_command(make_settings("m.gguf", device="cpu", dtype="bfloat16", threads=3, prompt_tokens=7))
+    precision = {"dtype": "bfloat16", "weights": "int4", "activations": "fp32", "kv_dtype": "int8"}
+    command = build_command(make_settings("m.gguf", device="cpu", threads=3, prompt_tokens=7, **precision))
     assert command[:4] == [sys.executable, "-m", "gptfast", "generate"]
     text = " ".join(command)
     for option in ("--checkpoint m.gguf", "--device cpu", "--dtype bfloat16", "--threads 3", "--prompt 7", "--compile"):
         assert option in text
+    assert "--weights int4 --activations fp32 --kv-dtype int8" in text
     assert "--random" not in text
 
 
 def test_what_is_not_asked_for_is_left_to_its_default() -> None:
     command = build_command(make_settings(None, preset="llama-3.2-1b", compile=False))
     assert "--random llama-3.2-1b" in " ".join(command)
-    assert not {"--checkpoint", "--dtype", "--threads", "--compile"} & set(command)
+    assert not {"--checkpoint", "--dtype", "--activations", "--kv-dtype", "--threads", "--compile"} & set(command)
 
 
 # All starts
@@ -250,6 +258,7 @@ def test_without_cold_starts_there_are_none(measure: Measure) -> None:
 def test_the_result_says_what_ran(measure: Measure) -> None:
     result, _, _ = measure(make_settings("some/where/model.gguf", cold_starts=1, warm_starts=1))
     assert (result.model, result.dtype) == ("model.gguf", "float32")
+    assert (result.weights, result.activations, result.kv_dtype) == ("Q4_1", "int8", "bfloat16")
     assert (result.environment.device, result.environment.threads) == ("cpu", 2)
     preset, _, _ = measure(make_settings(None, preset="llama-3.2-1b", cold_starts=0, warm_starts=1))
     assert preset.model == "llama-3.2-1b"

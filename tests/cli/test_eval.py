@@ -25,6 +25,9 @@ MODEL_FIELDS = {
     "device",
     "device_name",
     "dtype",
+    "weights",
+    "activations",
+    "kv_dtype",
     "compiled",
     "threads",
     "torch",
@@ -33,6 +36,7 @@ MODEL_FIELDS = {
 }
 TEXT_FIELDS = {"text", "text_sha256", "text_tokens", "tokens"}
 WINDOW_FIELDS = {"window_tokens", "stride_tokens", "windows", "scored_tokens"}
+AGAINST_FIELDS = {"against", "against_weights", "against_activations", "against_kv_dtype"}
 ESTIMATES = {"nll_nats_per_token", "perplexity"}
 COMPARISON = {
     "base_nll_nats_per_token",
@@ -76,8 +80,9 @@ def test_perplexity_is_printed_with_its_error_and_as_json(cli: CommandLine, mode
     )
     assert outcome.exit_code == 0, outcome.stderr
     fields = outcome.json
-    assert set(fields) == MODEL_FIELDS | TEXT_FIELDS | WINDOW_FIELDS | ESTIMATES | COMPARISON | {"against"}
-    assert all(fields[name] is None for name in (*COMPARISON, "against"))
+    assert set(fields) == MODEL_FIELDS | TEXT_FIELDS | WINDOW_FIELDS | ESTIMATES | COMPARISON | AGAINST_FIELDS
+    assert all(fields[name] is None for name in COMPARISON | AGAINST_FIELDS)
+    assert (fields["weights"], fields["activations"], fields["kv_dtype"]) == ("float32", "fp32", "float32")
     assert fields["perplexity"]["value"] == pytest.approx(math.exp(fields["nll_nats_per_token"]["value"]))
     assert (fields["tokens"], fields["scored_tokens"]) == (400, 399)
     assert (fields["window_tokens"], fields["stride_tokens"], fields["windows"]) == (64, 32, 12)
@@ -167,6 +172,28 @@ def test_a_terminal_shows_a_bar_that_ends_at_100_percent(model: Path, text_file:
     assert "perplexity" in read_rows(finished.stdout)
 
 
+def test_a_checkpoint_is_compared_with_itself_in_another_precision(
+    cli: CommandLine, model: Path, text_file: Path
+) -> None:
+    def compare(*flags: str) -> dict[str, Any]:
+        command = ("eval", "perplexity", "--checkpoint", model, *FLAGS, "--text", text_file, "--window", 64, "--json")
+        outcome = cli(*command, *flags)
+        assert outcome.exit_code == 0, outcome.stderr
+        assert f"base        {model}, " in outcome.stdout
+        return outcome.json
+
+    fields = compare("--weights", "int8", "--against-weights", "bf16")
+    assert fields["against"] == fields["checkpoint"] == str(model)
+    assert (fields["weights"], fields["activations"]) == ("int8 channel", "int8")
+    assert (fields["against_weights"], fields["against_activations"]) == ("bfloat16", "fp32")
+    assert 0 < fields["kl_nats_per_token"]["value"] < 0.1
+    same = compare("--against-kv-dtype", "fp32")
+    assert same["kl_nats_per_token"]["value"] == 0
+    cache = compare("--kv-dtype", "int8", "--against-kv-dtype", "fp32")
+    assert (cache["kv_dtype"], cache["against_kv_dtype"]) == ("int8", "float32")
+    assert 0 < cache["kl_nats_per_token"]["value"] < 0.1
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -177,6 +204,10 @@ def test_a_terminal_shows_a_bar_that_ends_at_100_percent(model: Path, text_file:
         (("--window", CONTEXT + 1), (f"{CONTEXT + 1} tokens", f"--window {CONTEXT}")),
         (("--text", "nowhere.txt"), ("nowhere.txt",)),
         (("--against", "nowhere"), ("nowhere",)),
+        (("--against-weights", "int3"), ("int3", "int4")),
+        (("--weights", "int3"), ("int3", "int4")),
+        (("--activations", "int4"), ("int4", "fp32")),
+        (("--kv-dtype", "int4"), ("int4", "int8")),
         (("--dtype", "int3"), ("int3", "bfloat16")),
     ],
 )

@@ -38,7 +38,7 @@ def test_tables_of_llama_3_8b(name: str) -> None:
     assert rows["feed_forward.w1"][0] == rows["feed_forward.w3"][0] == "14,336 x 4,096"
     assert rows["tok_embeddings"] == rows["output"] == ["128,256 x 4,096", "525,336,576"]
     assert rows["total"] == ["8,030,261,248"]
-    assert rows["float32"] == ["32.00", "32.121 GB", "262.144 MB", "does not fit, 6.352 GB short"]
+    assert rows["float32"] == ["32.00", "32.121 GB", "131.072 MB", "does not fit, 6.351 GB short"]
     assert rows["bfloat16"][:3] == ["16.00", "16.061 GB", "131.072 MB"]
     assert "24.0 GiB given" in result.output
 
@@ -53,6 +53,12 @@ def test_context_says_what_limits_it() -> None:
     rows = read_rows(invoke("llama-3.1-8b", "--memory", "24GiB").output)
     assert rows["bfloat16"][-1] == "74,075 tokens, all that fits"
     assert rows["int4 group 32"][-1] == "131,072 tokens, the model's limit"
+
+
+def test_keys_and_values_of_int8_leave_room_for_more_context() -> None:
+    result = invoke("llama-3.1-8b", "--memory", "24GiB", "--kv-dtype", "int8")
+    assert "batch size 1, KV cache in int8" in result.output
+    assert read_rows(result.output)["bfloat16"][2:] == ["67.584 MB", "131,072 tokens, the model's limit"]
 
 
 def test_tied_output_counts_nothing() -> None:

@@ -68,7 +68,8 @@ def test_its_numbers_are_those_of_the_format(scheme: WeightScheme, weight: Tenso
 def test_what_it_minimizes_becomes_less(scheme: WeightScheme) -> None:
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     start, end = (sum_objective(weight, function(weight, scheme)) for function in (round_to_nearest, quantize_hqq))
-    assert end.sum() < 0.99 * start.sum()
+    # A row of 256 leaves less to gain than its groups of 32.
+    assert end.sum() < (0.99 if scheme.group_size else 0.998) * start.sum()
 
 
 def test_a_group_on_the_grid_but_for_some_weights_is_found() -> None:

@@ -14,7 +14,7 @@
 namespace gptfast {
 
 constexpr int CHUNK = 128;         // slots; chunks start at multiples of it
-constexpr int KEY_SLOTS = 2 * W;   // whose keys are transposed at once
+constexpr int KEY_SLOTS = 2 * W;  // whose keys are transposed at once
 // Rows that share what is loaded, as many as the registers hold the sums of.
 #if defined(GPTFAST_AVX512)
 constexpr int ROWS_AT_ONCE = 8;
@@ -49,12 +49,15 @@ GPTFAST_INLINE V shuffle(V a, V b, std::integer_sequence<int, LANES...>) {
 #endif
 }
 
-// Of every four lanes of a and b, the first or the second half, one of a and one of b in turn; each SIZE lanes wide.
+constexpr int find_interleaved(int lane, int size, bool is_second) {
+  const int place = lane % 4, offset = place / (2 * size) * size + place % size;
+  return lane / 4 * 4 + (is_second ? 2 : 0) + offset + (place / size % 2 ? W : 0);
+}
+
+// Of every four lanes, the first or the second half of a and of b, in turn SIZE lanes from a and from b.
 template <int SIZE, bool IS_SECOND, int... LANE>
 GPTFAST_INLINE vuint interleave(vuint a, vuint b, std::integer_sequence<int, LANE...>) {
-  return shuffle(a, b,
-                 std::integer_sequence<int, ((LANE & ~3) + 2 * IS_SECOND + (LANE & 3) / (2 * SIZE) * SIZE + LANE % SIZE +
-                                             (LANE / SIZE % 2) * W)...>{});
+  return shuffle(a, b, std::integer_sequence<int, find_interleaved(LANE, SIZE, IS_SECOND)...>{});
 }
 
 template <int SIZE>
@@ -120,8 +123,8 @@ GPTFAST_INLINE vfloat compute_exp2(vfloat x) {
 
 GPTFAST_INLINE float compute_exp2(float x) { return compute_exp2(broadcast(x))[0]; }
 
-// Keys of `slots` slots (slots, dim), transposed: target (lanes that make up dim, KEY_SLOTS). A lane holds elements that
-// follow each other; slots and elements that are not there are zeros.
+// Keys of `slots` slots (slots, dim), transposed: target (lanes that make up dim, KEY_SLOTS). A lane holds elements
+// that follow each other; slots and elements that are not there are zeros.
 template <class T>
 void transpose_keys(const T* keys, int64_t slots, int64_t dim, uint32_t* target) {
   constexpr int COLUMNS = 4 * PER_LANE<T>;
