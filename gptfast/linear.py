@@ -60,7 +60,7 @@ class PackedLinear(nn.Module):
         """(..., in_features) in, (..., out_features) out, in the activations' dtype."""
         if len(self.sizes) == 1:
             return self._multiply(x, self.weight[0], self.bias, self.sizes[0])
-        biases = [None] * len(self.sizes) if self.bias is None else self.bias.split(self.sizes)
+        biases = [None] * len(self.sizes) if self.bias is None else torch.split(self.bias, self.sizes)
         parts = zip(self.weight, biases, self.sizes, strict=True)
         return torch.cat([self._multiply(x, *part) for part in parts], dim=-1)
 

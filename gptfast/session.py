@@ -111,7 +111,7 @@ def load(
     preset: str | None = None,
     device: str = "auto",
     dtype: str | None = None,
-    weights: str = "stored",
+    weights: Weights = "stored",
     activations: str | None = None,
     kv_dtype: str | None = None,
     compile: bool = False,

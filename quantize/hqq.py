@@ -1,13 +1,14 @@
 """HQQ (Badri and Shaji 2023): scales and zeros that leave most weights of a group almost exact and few far off.
 
-What is minimized is the sum of w^2 |w - w'|^p with p = 0.7. An auxiliary error e splits it in half-quadratic form into
-two steps that are easy: e, which a few weights far off keep for themselves, and the scale and the zero that fit the
-rest, w - e.
+What is minimized is the sum of w^2 |w - w'|^p with p = 0.7. The paper has no w^2; with it the few that are far off are
+not the large weights, which matter most (see `gptfast.rounding.choose_ranges`). An auxiliary error e splits it in
+half-quadratic form into two easy steps: e, which takes what is far off upon itself, and the scale and the zero that fit
+the rest, w - e.
 
-torchao's two HQQ functions do not fit the format: the zero of one is no integer, the other minimizes squares, and
-neither rounds the scale that it stores before it chooses codes.
+The two HQQ functions of torchao do not fit the format: the zero of one is no integer, the other minimizes squares, and
+neither rounds the scale that is stored before it chooses codes.
 
-Shapes: R rows of a slice, K in_features, C inputs of a group, M groups of a slice.
+Shapes: N out_features, K in_features, R rows of a slice, C inputs of a group, M groups of a slice.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def quantize_hqq(weight: Tensor, scheme: WeightScheme, *, name: str = "the matri
     """Round a matrix (N, K) of any floating dtype; it starts from `gptfast.rounding.choose_ranges`.
 
     No group has more of what is minimized than at the start. Zeros are integers in every step. Memory and errors are
-    those of `gptfast.rounding.round_to_nearest`; 100 M weights take 19 s on one core of a Zen 5 (torch 2.13, 2026-11-30).
+    those of `gptfast.rounding.round_to_nearest`. 100 M weights take 19 s (one core of a Zen 5, torch 2.13, 2026-11-30).
     """
 
     def round_rows(values: Tensor) -> RoundedRows:

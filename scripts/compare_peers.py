@@ -4,6 +4,7 @@
     python scripts/compare_peers.py --threads 2
 
 Every peer gets the same token ids, number of new tokens and threads, chooses greedily and ignores the end of a text.
+gptfast and llama.cpp decode from the file's own blocks, transformers expands them to the dtype.
 Each runs in a process of its own, which sleeps while another one works: A B C A B C ..., so that a machine whose speed
 drifts slows all of them alike. A figure counts only beside the others of its turn. All peers are in memory at once, so
 for large models choose few with `--peers`.
@@ -28,7 +29,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from random_gguf import FORMATS, get_random_gguf
 from gptfast.checkpoint.base import Checkpoint
 from gptfast.cli.generate import DEFAULT_TEXT
 from gptfast.cli.main import execute
+from gptfast.cli.options import activations_option, weights_option
 from gptfast.errors import UserError
 
 DTYPES = ("float32", "bfloat16")
@@ -125,37 +127,37 @@ def plan_workloads(
     }
 
 
-def load_peers(
-    processes: Mapping[str, PeerProcess], path: Path, context: int, threads: int, dtype: str | None
-) -> dict[str, PeerRecord]:
+def find_longest(workloads: tuple[Workload, dict[int, Workload]]) -> int:
+    """Tokens of the longest run, prompt and new ones together."""
+    decode, prefills = workloads
+    return max(len(workload.prompts[0]) + workload.new_tokens for workload in (decode, *prefills.values()))
+
+
+def load_peers(processes: Mapping[str, PeerProcess], request: LoadRequest) -> dict[str, PeerRecord]:
     """Load them one after the other, the others in the dtype that gptfast chose; raises UserError if it cannot run."""
     records = {name: PeerRecord() for name in processes}
     for name, process in processes.items():
         print_progress(f"loading {name}")
-        records[name].load(name, process, LoadRequest(str(path), threads, context, dtype))
+        records[name].load(name, process, request)
         ours = records[OURS]
         if ours.facts is None:
             raise UserError(
-                f"gptfast cannot run {path} ({ours.reason}), so there is nothing to compare; mend that first"
+                f"gptfast cannot run {request.checkpoint} ({ours.reason}), so there is nothing to compare; "
+                "mend that first"
             )
-        dtype = ours.facts.dtype
+        request = replace(request, dtype=ours.facts.dtype)
     return records
 
 
 def compare(
-    path: Path,
-    workloads: tuple[Workload, dict[int, Workload]],
-    commands: Mapping[str, str],
-    threads: int,
-    dtype: str | None,
+    request: LoadRequest, workloads: tuple[Workload, dict[int, Workload]], commands: Mapping[str, str]
 ) -> dict[str, Any]:
     """Each peer's part of the report. `commands` are the peers' interpreters, by name."""
     decode, prefills = workloads
     planned = [decode, *prefills.values()]
-    context = max(len(workload.prompts[0]) + workload.new_tokens for workload in planned)
     with contextlib.ExitStack() as stack:
         processes = {name: stack.enter_context(PeerProcess(KINDS[name], python)) for name, python in commands.items()}
-        records = load_peers(processes, path, context, threads, dtype)
+        records = load_peers(processes, request)
         for workload in planned:
             take_turns(processes, records, workload, print_progress)
     return {name: build_peer_fields(record, records[OURS], decode, prefills) for name, record in records.items()}
@@ -179,6 +181,8 @@ def compare(
 @click.option("--runs", type=click.IntRange(min=1), default=7, help="Counted runs of each.", show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), help="Of every peer [default: torch's choice].")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Of gptfast and transformers [default: gptfast's choice].")
+@weights_option
+@activations_option
 @click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
 def main(
     checkpoint: Path | None,
@@ -192,6 +196,8 @@ def main(
     runs: int,
     threads: int | None,
     dtype: str | None,
+    weights: str,
+    activations: str | None,
     as_json: bool,
 ) -> None:
     """Compare tokens/s of gptfast and its peers on the same GGUF file, in alternating runs."""
@@ -212,7 +218,8 @@ def main(
     workloads = plan_workloads(open_checkpoint(path), prompt, new_tokens, prefill_tokens, runs)
     cpu = torch.device("cpu")
     before = probe_bandwidth(cpu, time.perf_counter)
-    peers = compare(path, workloads, commands, threads, dtype)
+    request = LoadRequest(str(path), threads, find_longest(workloads), dtype, weights, activations)
+    peers = compare(request, workloads, commands)
     after = probe_bandwidth(cpu, time.perf_counter)
     fields = {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),

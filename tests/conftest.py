@@ -27,6 +27,12 @@ def _restore_torch_defaults() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a compiler, where weights are expanded to the run's dtype."""
+    monkeypatch.setattr(ops, "has_cpu_kernels", lambda: False)
+
+
 @pytest.fixture(scope="session")
 def family_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The Hugging Face directory of a family in `FAMILIES`, written once per session."""

@@ -15,7 +15,6 @@ from gptfast.cache import CACHE_VARIABLE
 from gptfast.checkpoint import presets
 from gptfast.errors import CheckpointError, UserError
 from gptfast.generation import generate
-from gptfast.kernels import ops
 from gptfast.session import DTYPES, choose_device, choose_dtype, load
 from tests.reference.sessions import (
     CONTEXT,
@@ -237,12 +236,6 @@ def stopwatch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
     stopwatch = Stopwatch(float32=1.0, bfloat16=2.0)
     monkeypatch.setattr(session_module, "time_matrix_vector", stopwatch)
     return stopwatch
-
-
-@pytest.fixture
-def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine without a compiler, where weights are expanded and their dtype is a choice."""
-    monkeypatch.setattr(ops, "has_cpu_kernels", lambda: False)
 
 
 def test_with_the_kernels_a_cpu_computes_in_float32_and_measures_nothing(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +18,9 @@ from gptfast.cli.options import (
     random_option,
 )
 from gptfast.errors import UserError
+
+if TYPE_CHECKING:
+    from gptfast.loading import Weights
 
 
 def parse_counts(_ctx: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:
@@ -97,7 +100,7 @@ def run_and_print(
     compile: bool,
     device: str,
     dtype: str | None,
-    weights: str,
+    weights: Weights,
     activations: str | None,
     kv_dtype: str | None,
     threads: int | None,

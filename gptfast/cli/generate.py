@@ -28,6 +28,7 @@ from gptfast.errors import PromptError, UserError
 if TYPE_CHECKING:
     from gptfast.cli.report import RunReport
     from gptfast.generation import GenerationResult, Prompt, Stream
+    from gptfast.loading import Weights
     from gptfast.session import Session
 
 DEFAULT_QUESTION = "What is the capital of France, and what is it known for?"
@@ -62,7 +63,7 @@ class Options:
     compile_prefill: bool
     device: str
     dtype: str | None
-    weights: str
+    weights: Weights
     activations: str | None
     kv_dtype: str | None
     threads: int | None

@@ -51,7 +51,7 @@ def load_library(name: str = LIBRARY, machine_flags: Sequence[str] = NATIVE_FLAG
                 build_and_load(library, name, machine_flags, compiler)
                 return library
     try:
-        torch.ops.load_library(str(library))
+        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     except OSError as error:
         raise BuildError(f"{library} cannot be loaded ({error}); delete it") from error
     return library

@@ -34,15 +34,15 @@ def has_cpu_kernels() -> bool:
 def register_shapes() -> None:
     """Tell torch.compile what the operators return."""
 
-    @torch.library.register_fake(f"{LIBRARY}::linear")
+    @torch.library.register_fake(f"{LIBRARY}::linear")  # type: ignore[untyped-decorator]
     def linear_shape(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int, rounds_inputs: bool) -> Tensor:
         return x.new_empty(*x.shape[:-1], out_features)
 
-    @torch.library.register_fake(f"{LIBRARY}::embedding")
+    @torch.library.register_fake(f"{LIBRARY}::embedding")  # type: ignore[untyped-decorator]
     def embedding_shape(tokens: Tensor, packed: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
         return packed.new_empty(*tokens.shape, dim, dtype=dtype)
 
-    @torch.library.register_fake(f"{LIBRARY}::attention")
+    @torch.library.register_fake(f"{LIBRARY}::attention")  # type: ignore[untyped-decorator]
     def attention_shape(
         q: Tensor,
         k: Tensor,

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 from peers.protocol import LoadRequest, PeerFacts, Run, serve
+
+if TYPE_CHECKING:
+    from gptfast.loading import Weights
 
 
 class Gptfast:
@@ -12,16 +16,24 @@ class Gptfast:
 
     def __init__(self, request: LoadRequest) -> None:
         import gptfast
+        from gptfast.bench.results import describe_precision
 
-        self._session = gptfast.load(
-            request.checkpoint, device="cpu", dtype=request.dtype, compile=True, threads=request.threads
+        self._session = session = gptfast.load(
+            request.checkpoint,
+            device="cpu",
+            dtype=request.dtype,
+            weights=cast("Weights", request.weights),
+            activations=request.activations,
+            compile=True,
+            threads=request.threads,
         )
-        runner = self._session.runner
+        runner = session.runner
         runner.warm_up(1)  # only then is it known whether this machine can compile
+        precision = describe_precision(session.dtype, session.weights, session.activations, session.kv_dtype)
         self.facts = PeerFacts(
             version=gptfast.__version__,
-            settings=f"{self._session.dtype}, {'compiled' if runner.is_compiled else 'eager'}",
-            dtype=self._session.dtype,
+            settings=f"{precision}, {'compiled' if runner.is_compiled else 'eager'}",
+            dtype=session.dtype,
         )
 
     def generate(self, prompt_ids: Sequence[int], new_tokens: int) -> Run:

@@ -21,12 +21,15 @@ class LoadRequest:
         threads: that every step runs on.
         context: tokens that the longest run takes, prompt and new ones together.
         dtype: of weights and activations, where the peer leaves a choice; None for its own.
+        weights, activations: as `gptfast.load` takes them; the others decode from what is theirs.
     """
 
     checkpoint: str
     threads: int
     context: int
     dtype: str | None
+    weights: str
+    activations: str | None
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,7 @@ def get_weight(directory: Path, part: str) -> Tensor:
 # What opens
 
 
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_library_writes_opens_to_the_same_values(case: str, tmp_path: Path) -> None:
     config, groups, options, layer_type, head_type = CASES[case]

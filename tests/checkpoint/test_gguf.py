@@ -109,6 +109,7 @@ def test_dense_types_keep_their_dtype(name: str, quantized: Any) -> None:
     assert_holds(path, {key: t.to(dtype) if t.dim() == 2 else t for key, t in weights.items()})
 
 
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_blocks_expand_to_what_gguf_makes_of_them(name: str, quantized: Any) -> None:
     path, weights = quantized[name]

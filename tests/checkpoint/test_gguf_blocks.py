@@ -138,7 +138,7 @@ def test_dense_matrices_are_described_by_their_dtype(
     assert checkpoint.read_quantized(QUERY) is None
 
 
-def test_random_weights_say_so() -> None:
+def test_random_weights_are_as_if_stored_in_bfloat16() -> None:
     checkpoint = RandomCheckpoint("llama-3.2-1b")
-    assert checkpoint.describe_type(QUERY) == "random"
+    assert checkpoint.describe_type(QUERY) == "BF16"
     assert checkpoint.read_quantized(QUERY) is None

@@ -76,6 +76,7 @@ def test_every_way_to_split_the_file_opens(form: Any, tmp_path: Path) -> None:
     assert_holds(write_hf(tmp_path / "model", WEIGHTS, CONFIG, **form), WEIGHTS)
 
 
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
 def test_every_stored_dtype_opens(dtype: torch.dtype, computed: torch.dtype, tmp_path: Path) -> None:

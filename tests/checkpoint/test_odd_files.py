@@ -17,6 +17,7 @@ from gptfast.checkpoint.hf_config import parse_config
 from gptfast.config import RopeScaling
 from gptfast.errors import CheckpointError, PromptError, UserError
 from gptfast.generation import generate
+from gptfast.loading import Weights
 from gptfast.runner import Runner
 from gptfast.session import load
 from tests.reference.checkpoints import INDEX_NAME, edit_json, hf_config, write_hf, write_json, write_meta
@@ -316,9 +317,11 @@ def tell_free(monkeypatch: pytest.MonkeyPatch, module: str, free_bytes: int | No
     monkeypatch.setattr(f"gptfast.{module}.get_available_memory", lambda _device: free_bytes)
 
 
-@pytest.mark.parametrize(("dtype", "needed"), [("bfloat16", "16.1 GB in bfloat16"), ("float32", "32.1 GB in float32")])
+@pytest.mark.parametrize(
+    ("weights", "needed"), [("stored", "16.1 GB"), ("bf16", "16.1 GB"), ("fp32", "32.1 GB"), ("int8", "8.0 GB")]
+)
 def test_weights_that_do_not_fit_are_refused_before_anything_is_allocated(
-    dtype: str, needed: str, monkeypatch: pytest.MonkeyPatch
+    weights: Weights, needed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("the weights are allocated")
@@ -326,8 +329,8 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_allocated(
     monkeypatch.setattr("gptfast.session.load_model", fail)
     tell_free(monkeypatch, "session", 1_500_000_000)
     with pytest.raises(UserError) as refused:
-        load(preset="llama-3-8b", dtype=dtype)
-    for words in ("llama-3-8b", needed, "1.5 GB are free on cpu", "smaller model or dtype"):
+        load(preset="llama-3-8b", dtype="float32", weights=weights)
+    for words in ("llama-3-8b", needed, "1.5 GB are free on cpu", "smaller model or --weights int4"):
         assert words in str(refused.value)
 
 

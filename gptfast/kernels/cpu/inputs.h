@@ -36,9 +36,9 @@ struct Tile {
   int64_t width;  // that the kernel computes, M in `Inputs`; what it makes of the others is never looked at
   Inputs inputs;
 
-  Tile(Scratch& scratch, const Header& header, const T* x, int64_t rows)
+  Tile(Scratch& scratch, const Layout& layout, const T* x, int64_t rows)
       : x(x), rows(rows), width(rows == 7 ? 8 : rows) {
-    const int64_t columns = header.padded_columns(), blocks = header.blocks();
+    const int64_t blocks = layout.blocks, columns = blocks * BLOCK;
     inputs.values = scratch.take<float>(columns * width);
     inputs.sums = scratch.take<float>(blocks * width);
     inputs.codes = scratch.take<int32_t>(columns / 4 * width);
@@ -46,68 +46,82 @@ struct Tile {
     inputs.corrections = scratch.take<int32_t>(2 * blocks * width);
   }
 
-  static int64_t count_bytes(const Header& header) {
-    return MOST_ROWS * (header.padded_columns() * 5 + header.blocks() * 16) + 5 * 64;
+  static int64_t count_bytes(const Layout& layout) {
+    return MOST_ROWS * layout.blocks * (BLOCK * 5 + 16) + 5 * 64;
   }
 
-  void prepare(const Header& header, int64_t block, bool rounds_inputs) {
+  void prepare(const Layout& layout, int64_t block, bool rounds_inputs) {
     for (int64_t row = 0; row < rows; ++row) {
-      float values[BLOCK];
-      float sum = load_block(header, row, block, values);
+      Values values;
+      load_block(layout, row, block, values);
       if (rounds_inputs) {
-        sum = round_block(header, row, block, values);
+        round_block(layout, row, block, values);
       } else {
-        for (int k = 0; k < BLOCK; ++k) inputs.values[(block * BLOCK + k) * width + row] = values[k];
+        keep_block(row, block, values);
       }
-      inputs.sums[block * width + row] = sum;
     }
   }
 
  private:
-  // A block of a row in float, padded with zeros; returns its sum.
-  float load_block(const Header& header, int64_t row, int64_t block, float* values) const {
-    const T* source = x + row * header.columns + block * BLOCK;
-    const int64_t count = std::min<int64_t>(BLOCK, header.columns - block * BLOCK);
-    float sum = 0;
-    for (int k = 0; k < BLOCK; ++k) {
-      values[k] = k < count ? float(source[k]) : 0.0f;
-      sum += values[k];
+  static constexpr int PIECES = BLOCK / W;
+  typedef vfloat Values[PIECES];
+
+  // A block of a row in float, padded with zeros.
+  void load_block(const Layout& layout, int64_t row, int64_t block, Values& values) const {
+    const T* source = x + row * layout.columns + block * BLOCK;
+    const int64_t count = layout.columns - block * BLOCK;
+    T padded[BLOCK] = {};
+    if (count < BLOCK) {
+      std::copy_n(source, count, padded);
+      source = padded;
     }
-    return sum;
+    for (int piece = 0; piece < PIECES; ++piece) {
+      if constexpr (sizeof(T) == 4) {
+        values[piece] = load<vfloat>(source + piece * W);
+      } else {
+        values[piece] = load_bfloat16((const uint16_t*)(source + piece * W));
+      }
+    }
   }
 
-  // Round a block to -127 .. 127 by its largest magnitude, as llama.cpp's Q8_0 does; returns the rounded values' sum.
-  // A NaN makes the scale NaN.
-  float round_block(const Header& header, int64_t row, int64_t block, const float* values) {
+  void keep_block(int64_t row, int64_t block, const Values& values) {
+    vfloat sum = {};
+    for (const vfloat& piece : values) sum += piece;
+    inputs.sums[block * width + row] = add_lanes(sum);
+    float* target = inputs.values + block * BLOCK * width + row;
+    for (int k = 0; k < BLOCK; ++k) target[k * width] = values[k / W][k % W];
+  }
+
+  // Round a block to -127 .. 127 by its largest magnitude, as llama.cpp's Q8_0 does. A NaN makes the scale NaN.
+  void round_block(const Layout& layout, int64_t row, int64_t block, const Values& values) {
     vint most = {};
-    for (int k = 0; k < BLOCK; k += W) {
+    for (const vfloat& piece : values) {
       // As integers, magnitudes are in the order of the floats, with infinity and NaN above all.
-      vint magnitude = load<vint>(values + k) & 0x7fffffff;
+      const vint magnitude = (vint)piece & 0x7fffffff;
       most = magnitude > most ? magnitude : most;
     }
-    int32_t largest_bits = 0;
-    for (int lane = 0; lane < W; ++lane) largest_bits = std::max(largest_bits, most[lane]);
+    const int32_t largest_bits = find_largest_lane(most);
     float largest;
     std::memcpy(&largest, &largest_bits, 4);
     const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
-    int32_t codes[BLOCK], code_sums[2] = {};
-    for (int k = 0; k < BLOCK; k += W) {
+    int8_t codes[BLOCK];
+    vint code_sums[2] = {};
+    for (int piece = 0; piece < PIECES; ++piece) {
       // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
-      store(codes + k, (vint)(load<vfloat>(values + k) * inverse + 12582912.0f) - 0x4b400000);
+      const vint rounded = (vint)(values[piece] * inverse + 12582912.0f) - 0x4b400000;
+      code_sums[piece * W >= BLOCK / 2] += rounded;
+      typedef int8_t bytes __attribute__((vector_size(W)));
+      store(codes + piece * W, __builtin_convertvector(rounded, bytes));
     }
-    for (int k = 0; k < BLOCK; ++k) code_sums[k >= BLOCK / 2] += codes[k];
-    for (int j = 0; j < BLOCK / 4; ++j) {
-      const int32_t* four = codes + 4 * j;
-      inputs.codes[(block * 8 + j) * width + row] = (four[0] & 255) | (four[1] & 255) << 8 | (four[2] & 255) << 16 |
-                                                    int32_t(uint32_t(four[3]) << 24);
-    }
-    const int32_t offset = header.codes == Codes::INT8 ? DotProduct<8>::OFFSET : get_offset(header);
-    const int32_t sum = code_sums[0] + code_sums[1];
-    inputs.corrections[2 * block * width + row] = -offset * (header.codes == Codes::INT6 ? code_sums[0] : sum);
-    inputs.corrections[(2 * block + 1) * width + row] = -offset * code_sums[1];
+    int32_t* target = inputs.codes + block * (BLOCK / 4) * width + row;
+    for (int j = 0; j < BLOCK / 4; ++j) target[j * width] = load<int32_t>(codes + 4 * j);
+    const int32_t first = add_lanes(code_sums[0]), second = add_lanes(code_sums[1]);
+    const int32_t offset = layout.codes == Codes::INT8 ? DotProduct<8>::OFFSET : layout.offset;
+    inputs.corrections[2 * block * width + row] = -offset * (layout.codes == Codes::INT6 ? first : first + second);
+    inputs.corrections[(2 * block + 1) * width + row] = -offset * second;
     const float scale = largest / 127.0f;
     inputs.scales[block * width + row] = scale;
-    return scale * float(sum);
+    inputs.sums[block * width + row] = scale * float(first + second);
   }
 };
 

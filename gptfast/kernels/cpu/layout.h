@@ -43,25 +43,37 @@ struct Header {
   ScaleType scale_type;
   int32_t has_mins;
   int64_t rows, columns, group_size;
+};
 
-  bool is_quantized() const { return scale_type != ScaleType::NONE; }
-  int64_t strips() const { return (rows + STRIP - 1) / STRIP; }
-  int64_t blocks() const { return (columns + BLOCK - 1) / BLOCK; }
-  int64_t padded_columns() const { return blocks() * BLOCK; }
-  // A group as long as a row covers its padding too.
-  int64_t groups() const { return is_quantized() ? (columns + group_size - 1) / group_size : 0; }
-  int64_t super_blocks() const { return scale_type == ScaleType::SUPER ? columns / SUPER_BLOCK : 0; }
-  int64_t scale_bytes() const { return scale_type == ScaleType::SINGLE ? 4 : scale_type == ScaleType::HALF ? 2 : 1; }
+// What follows from a header.
+struct Layout : Header {
+  bool is_quantized;
+  int64_t strips, blocks, groups, super_blocks;
+  int64_t groups_per_super_block;  // 1 without super blocks
+  int64_t scales_at, mins_at, super_scales_at, super_mins_at;  // bytes from the start of a strip
+  int64_t strip_bytes;
+  int64_t bytes_per_block;  // of a strip, its scales included
+  int32_t offset;           // what to subtract from a stored code; those of 8 bits are signed
 
-  int64_t scales_at() const { return blocks() * get_block_bytes(codes); }
-  int64_t mins_at() const { return scales_at() + groups() * STRIP * scale_bytes(); }
-  int64_t super_scales_at() const { return mins_at() + (has_mins ? groups() * STRIP * scale_bytes() : 0); }
-  int64_t super_mins_at() const { return super_scales_at() + super_blocks() * STRIP * 2; }
-  int64_t strip_bytes() const {
-    int64_t end = super_mins_at() + (has_mins ? super_blocks() * STRIP * 2 : 0);
-    return (end + 63) / 64 * 64;
+  explicit Layout(const Header& header) : Header(header) {
+    is_quantized = scale_type != ScaleType::NONE;
+    strips = (rows + STRIP - 1) / STRIP;
+    blocks = (columns + BLOCK - 1) / BLOCK;
+    // A group as long as a row covers its padding too.
+    groups = is_quantized ? (columns + group_size - 1) / group_size : 0;
+    super_blocks = scale_type == ScaleType::SUPER ? columns / SUPER_BLOCK : 0;
+    groups_per_super_block = super_blocks == 0 ? 1 : groups / super_blocks;
+    const int64_t scale_bytes = scale_type == ScaleType::SINGLE ? 4 : scale_type == ScaleType::HALF ? 2 : 1;
+    scales_at = blocks * get_block_bytes(codes);
+    mins_at = scales_at + groups * STRIP * scale_bytes;
+    super_scales_at = mins_at + (has_mins ? groups * STRIP * scale_bytes : 0);
+    super_mins_at = super_scales_at + super_blocks * STRIP * 2;
+    strip_bytes = (super_mins_at + (has_mins ? super_blocks * STRIP * 2 : 0) + 63) / 64 * 64;
+    bytes_per_block = strip_bytes / blocks;
+    offset = codes == Codes::INT6 ? 32 : codes == Codes::INT4 && !has_mins ? 8 : 0;
   }
-  int64_t total_bytes() const { return HEADER_BYTES + strips() * strip_bytes(); }
+
+  int64_t total_bytes() const { return HEADER_BYTES + strips * strip_bytes; }
 };
 
 }  // namespace gptfast

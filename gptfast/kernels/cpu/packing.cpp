@@ -1,11 +1,11 @@
 // From a matrix in its neutral form to the layout of the kernels.
 #include <ATen/Parallel.h>  // get_num_threads
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <optional>
 
+#include "arena.h"
 #include "layout.h"
 #include "ops.h"
 #include "team.h"
@@ -14,40 +14,40 @@ namespace gptfast {
 
 namespace {
 
-at::Tensor allocate(const Header& header) {
-  at::Tensor packed = at::empty({header.total_bytes()}, at::kByte);
+at::Tensor allocate(const Layout& layout) {
+  at::Tensor packed = allocate_packed(layout.total_bytes());
   uint8_t* data = packed.mutable_data_ptr<uint8_t>();
   std::memset(data, 0, HEADER_BYTES);
-  std::memcpy(data, &header, sizeof(header));
+  std::memcpy(data, static_cast<const Header*>(&layout), sizeof(Header));
   return packed;
 }
 
 template <class Function>
-void for_each_strip(const Header& header, const at::Tensor& packed, const Function& function) {
+void for_each_strip(const Layout& layout, const at::Tensor& packed, const Function& function) {
   uint8_t* first = packed.mutable_data_ptr<uint8_t>() + HEADER_BYTES;
-  Team::get().run(header.strips(), at::get_num_threads(), [&](int64_t strip) {
-    uint8_t* target = first + strip * header.strip_bytes();
-    std::memset(target, 0, header.strip_bytes());
-    function(strip * STRIP, std::min<int64_t>(STRIP, header.rows - strip * STRIP), target);
+  Team::get().run(layout.strips, at::get_num_threads(), [&](int64_t strip) {
+    uint8_t* target = first + strip * layout.strip_bytes;
+    std::memset(target, 0, layout.strip_bytes);
+    function(strip * STRIP, std::min<int64_t>(STRIP, layout.rows - strip * STRIP), target);
   });
 }
 
 // One byte-wide code of each of `count` rows into its place: see `unpack` in product.h.
-void pack_codes(const Header& header, const int8_t* codes, int64_t count, int offset, uint8_t* target) {
-  const int64_t block_bytes = get_block_bytes(header.codes);
+void pack_codes(const Layout& layout, const int8_t* codes, int64_t count, int offset, uint8_t* target) {
+  const int64_t block_bytes = get_block_bytes(layout.codes);
   for (int64_t row = 0; row < STRIP; ++row) {
-    for (int64_t k = 0; k < header.padded_columns(); ++k) {
+    for (int64_t k = 0; k < layout.blocks * BLOCK; ++k) {
       // Rows and inputs of the padding hold the code of zero.
-      const int code = row < count && k < header.columns ? codes[row * header.columns + k] : 0;
+      const int code = row < count && k < layout.columns ? codes[row * layout.columns + k] : 0;
       const uint8_t stored = uint8_t(code + offset);
       uint8_t* block = target + k / BLOCK * block_bytes;
       const int64_t j = k % BLOCK / 4, byte = row * 4 + k % 4;
-      if (header.codes == Codes::INT8) {
+      if (layout.codes == Codes::INT8) {
         block[64 * j + byte] = stored;
         continue;
       }
       block[64 * (j & 3) + byte] |= uint8_t((stored & 15) << (j >= 4 ? 4 : 0));
-      if (header.codes == Codes::INT6) block[256 + 64 * (j & 1) + byte] |= uint8_t((stored >> 4) << (2 * (j >> 1)));
+      if (layout.codes == Codes::INT6) block[256 + 64 * (j & 1) + byte] |= uint8_t((stored >> 4) << (2 * (j >> 1)));
     }
   }
 }
@@ -81,11 +81,11 @@ at::Tensor pack_dense(const at::Tensor& weight) {
     case at::kBFloat16: codes = Codes::BFLOAT16; break;
     default: TORCH_CHECK_VALUE(false, "weights of ", weight.scalar_type(), " cannot be packed");
   }
-  const Header header{MAGIC, codes, ScaleType::NONE, 0, weight.size(0), weight.size(1), weight.size(1)};
-  at::Tensor packed = allocate(header);
-  const int64_t size = weight.element_size(), columns = header.columns;
+  const Layout layout(Header{MAGIC, codes, ScaleType::NONE, 0, weight.size(0), weight.size(1), weight.size(1)});
+  at::Tensor packed = allocate(layout);
+  const int64_t size = weight.element_size(), columns = layout.columns;
   const uint8_t* source = (const uint8_t*)weight.const_data_ptr();
-  for_each_strip(header, packed, [&](int64_t row, int64_t count, uint8_t* target) {
+  for_each_strip(layout, packed, [&](int64_t row, int64_t count, uint8_t* target) {
     for (int64_t lane = 0; lane < count; ++lane) {
       for (int64_t k = 0; k < columns; ++k) {
         std::memcpy(target + (k * STRIP + lane) * size, source + ((row + lane) * columns + k) * size, size);
@@ -129,15 +129,15 @@ at::Tensor pack_quantized(const at::Tensor& codes, const at::Tensor& scales, con
     TORCH_CHECK_VALUE(super_mins.has_value(), "mins of super blocks need super mins");
     check(*super_mins, at::kHalf, "super mins");
   }
-  const Header header{MAGIC, kind, scale_type, mins.has_value(), rows, columns, group_size};
-  at::Tensor packed = allocate(header);
+  const Layout layout(Header{MAGIC, kind, scale_type, mins.has_value(), rows, columns, group_size});
+  at::Tensor packed = allocate(layout);
   const int offset = kind == Codes::INT6 ? 32 : kind == Codes::INT4 && !mins ? 8 : 0;
-  for_each_strip(header, packed, [&](int64_t row, int64_t count, uint8_t* target) {
-    pack_codes(header, codes.const_data_ptr<int8_t>() + row * columns, count, offset, target);
-    pack_columns(scales, row, count, target + header.scales_at());
-    if (mins) pack_columns(*mins, row, count, target + header.mins_at());
-    if (is_super) pack_columns(*super_scales, row, count, target + header.super_scales_at());
-    if (is_super && mins) pack_columns(*super_mins, row, count, target + header.super_mins_at());
+  for_each_strip(layout, packed, [&](int64_t row, int64_t count, uint8_t* target) {
+    pack_codes(layout, codes.const_data_ptr<int8_t>() + row * columns, count, offset, target);
+    pack_columns(scales, row, count, target + layout.scales_at);
+    if (mins) pack_columns(*mins, row, count, target + layout.mins_at);
+    if (is_super) pack_columns(*super_scales, row, count, target + layout.super_scales_at);
+    if (is_super && mins) pack_columns(*super_mins, row, count, target + layout.super_mins_at);
   });
   return packed;
 }

@@ -68,6 +68,36 @@ GPTFAST_INLINE vfloat multiply_add(vfloat a, vfloat b, vfloat c) {
 #endif
 }
 
+GPTFAST_INLINE int32_t add_lanes(vint value) {
+#if defined(GPTFAST_AVX512)
+  return _mm512_reduce_add_epi32((__m512i)value);
+#else
+  int32_t sum = 0;
+  for (int lane = 0; lane < W; ++lane) sum += value[lane];
+  return sum;
+#endif
+}
+
+GPTFAST_INLINE float add_lanes(vfloat value) {
+#if defined(GPTFAST_AVX512)
+  return _mm512_reduce_add_ps((__m512)value);
+#else
+  float sum = 0;
+  for (int lane = 0; lane < W; ++lane) sum += value[lane];
+  return sum;
+#endif
+}
+
+GPTFAST_INLINE int32_t find_largest_lane(vint value) {
+#if defined(GPTFAST_AVX512)
+  return _mm512_reduce_max_epi32((__m512i)value);
+#else
+  int32_t largest = value[0];
+  for (int lane = 1; lane < W; ++lane) largest = value[lane] > largest ? value[lane] : largest;
+  return largest;
+#endif
+}
+
 // W numbers of IEEE half precision.
 GPTFAST_INLINE vfloat load_half(const uint16_t* source) {
 #if defined(GPTFAST_AVX512)
@@ -148,8 +178,8 @@ GPTFAST_INLINE uint16_t round_to_bfloat16(float value) {
 
 // Sums of products of codes with signed bytes, four to a lane: of BITS = 4 and 6 the codes are unsigned, of 8 signed.
 //
-// `start` takes minus the sum of all inputs times what is to be subtracted from a code: `get_offset` of it if the codes
-// are unsigned, else OFFSET. `add` takes the same four inputs of W rows each time, at most eight times.
+// `start` takes minus the sum of all inputs times what is to be subtracted from a code: the
+// layout's offset if the codes are unsigned, else OFFSET. `add` takes the same four inputs of W rows each time, at most eight times.
 template <int BITS>
 struct DotProduct {
   vint sum;

@@ -17,8 +17,9 @@ class Team {
   static Team& get();
 
   // Calls function(index) once for every index below `count`, on any thread in any order; at most `threads` take part.
+  // The others of them then fetch what lies at `next` into their caches, until there is work again.
   template <class Function>
-  void run(int64_t count, int threads, const Function& function) {
+  void run(int64_t count, int threads, const Function& function, const uint8_t* next = nullptr) {
     if (count == 0) return;
     // A second caller at the same time works alone.
     std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
@@ -27,16 +28,17 @@ class Team {
       return;
     }
     share(
-        count, threads, [](const void* data, int64_t index) { (*(const Function*)data)(index); }, &function);
+        count, threads, [](const void* data, int64_t index) { (*(const Function*)data)(index); }, &function, next);
   }
 
  private:
   using Call = void (*)(const void*, int64_t);
 
   Team() = default;
-  void share(int64_t count, int threads, Call call, const void* data);
+  void share(int64_t count, int threads, Call call, const void* data, const uint8_t* next);
   bool take_piece();
   void serve(int number);
+  void fetch_ahead();
 
   std::mutex busy_;
   // What is shared out. It changes only while no piece is left and none is being done, so whoever takes a piece may
@@ -47,6 +49,7 @@ class Team {
   alignas(64) std::atomic<int32_t> left_{0};  // pieces that nobody has taken
   alignas(64) std::atomic<int32_t> done_{0};
   alignas(64) std::atomic<int> wanted_{0};  // threads beside the caller
+  std::atomic<const uint8_t*> next_{nullptr};
   int started_ = 0;
 };
 
