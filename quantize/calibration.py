@@ -12,8 +12,13 @@ from gptfast.errors import UserError
 from gptfast.evaluation.text import PERPLEXITY_TOPICS
 from gptfast.tokenizer import Tokenizer
 
-SEQUENCES = 64
+SEQUENCES = 32
+"""SmolLM2-135M is as good with 64 of them as with 16: its perplexity differs by 0.4 %, standard error 0.4 %.
+
+They take 4 minutes and 1.5 (symmetric groups of 64, one core of a Zen 5, torch 2.13, 2026-11-30).
+"""
 LENGTH = 512
+"""Tokens of a sequence."""
 
 
 def read_calibration_text(path: Path | None) -> str:

@@ -233,7 +233,7 @@ def test_what_a_library_prints_does_not_disturb_a_worker(tmp_path: Path) -> None
             """
         )
     )
-    load = {"checkpoint": "x", "threads": 3, "context": 4, "dtype": None}
+    load = {"checkpoint": "x", "threads": 3, "context": 4, "dtype": None, "weights": "stored", "activations": None}
     requests = [json.dumps(load), json.dumps({"prompt_ids": [5], "new_tokens": 2})]
     outcome = run_process(worker, stdin="\n".join(requests), PYTHONPATH=str(ROOT / "scripts"))
     facts, run = [json.loads(line) for line in outcome.stdout.splitlines()]

@@ -2,11 +2,12 @@
 //
 // Rows are taken 16 at a time, a strip; a strip is one run of bytes that a thread reads from its start to its end:
 //
-//   codes    of every 32 inputs a block. A 32-bit lane belongs to a row and holds four consecutive inputs of it (two
-//            of 16 bits, one of 32), so scales are vectors over rows and no sum is ever taken across lanes.
 //   scales   of every group a vector of 16
 //   mins     the same, if there are any
 //   super scales and super mins   of every 256 inputs a vector of 16, in llama.cpp's K-quants
+//   codes    of every 32 inputs a block. Of integers a 32-bit lane belongs to a row and holds four consecutive inputs of
+//            it; of floats every input is a vector of 16. So scales are vectors over rows and no sum is ever taken across
+//            lanes.
 //
 // Rows are padded to 16 and inputs to 32 with zeros.
 #pragma once
@@ -50,7 +51,7 @@ struct Layout : Header {
   bool is_quantized;
   int64_t strips, blocks, groups, super_blocks;
   int64_t groups_per_super_block;  // 1 without super blocks
-  int64_t scales_at, mins_at, super_scales_at, super_mins_at;  // bytes from the start of a strip
+  int64_t mins_at, super_scales_at, super_mins_at, codes_at;  // bytes from the start of a strip, where its scales are
   int64_t strip_bytes;
   int64_t bytes_per_block;  // of a strip, its scales included
   int32_t offset;           // what to subtract from a stored code; those of 8 bits are signed
@@ -64,11 +65,11 @@ struct Layout : Header {
     super_blocks = scale_type == ScaleType::SUPER ? columns / SUPER_BLOCK : 0;
     groups_per_super_block = super_blocks == 0 ? 1 : groups / super_blocks;
     const int64_t scale_bytes = scale_type == ScaleType::SINGLE ? 4 : scale_type == ScaleType::HALF ? 2 : 1;
-    scales_at = blocks * get_block_bytes(codes);
-    mins_at = scales_at + groups * STRIP * scale_bytes;
+    mins_at = groups * STRIP * scale_bytes;
     super_scales_at = mins_at + (has_mins ? groups * STRIP * scale_bytes : 0);
     super_mins_at = super_scales_at + super_blocks * STRIP * 2;
-    strip_bytes = (super_mins_at + (has_mins ? super_blocks * STRIP * 2 : 0) + 63) / 64 * 64;
+    codes_at = (super_mins_at + (has_mins ? super_blocks * STRIP * 2 : 0) + 63) / 64 * 64;
+    strip_bytes = codes_at + blocks * get_block_bytes(codes);
     bytes_per_block = strip_bytes / blocks;
     offset = codes == Codes::INT6 ? 32 : codes == Codes::INT4 && !has_mins ? 8 : 0;
   }

@@ -128,7 +128,7 @@ GPTFAST_INLINE void store_as(T* target, vfloat value) {
 // The strip's matrix, transposed: element (k, row) goes to target[k * stride + row].
 template <Codes CODES, class T>
 void expand_strip(const Layout& layout, const uint8_t* strip, T* target, int64_t stride) {
-  const uint8_t* block = strip;
+  const uint8_t* block = strip + layout.codes_at;
   if constexpr (CODES <= Codes::BFLOAT16) {
     for (int64_t b = 0; b < layout.blocks; ++b, block += get_block_bytes(CODES)) {
       const int64_t count = std::min<int64_t>(BLOCK, layout.columns - b * BLOCK);

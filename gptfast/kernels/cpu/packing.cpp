@@ -133,8 +133,8 @@ at::Tensor pack_quantized(const at::Tensor& codes, const at::Tensor& scales, con
   at::Tensor packed = allocate(layout);
   const int offset = kind == Codes::INT6 ? 32 : kind == Codes::INT4 && !mins ? 8 : 0;
   for_each_strip(layout, packed, [&](int64_t row, int64_t count, uint8_t* target) {
-    pack_codes(layout, codes.const_data_ptr<int8_t>() + row * columns, count, offset, target);
-    pack_columns(scales, row, count, target + layout.scales_at);
+    pack_codes(layout, codes.const_data_ptr<int8_t>() + row * columns, count, offset, target + layout.codes_at);
+    pack_columns(scales, row, count, target);
     if (mins) pack_columns(*mins, row, count, target + layout.mins_at);
     if (is_super) pack_columns(*super_scales, row, count, target + layout.super_scales_at);
     if (is_super && mins) pack_columns(*super_mins, row, count, target + layout.super_mins_at);
