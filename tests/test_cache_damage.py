@@ -210,6 +210,7 @@ def test_a_step_that_cannot_be_read_is_compiled_again(runner: Runner, builds: li
 
 
 @pytest.mark.usefixtures("modes_hold")
+@pytest.mark.usefixtures("no_kernels")
 def test_a_measurement_that_cannot_be_read_is_made_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"float32": 1.0, "bfloat16": 2.0}
     monkeypatch.setattr(session_module, "time_matrix_vector", lambda *_: seconds)
@@ -224,6 +225,7 @@ def test_a_measurement_that_cannot_be_read_is_made_again(cache: Path, monkeypatc
 # Modes
 
 
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
 def test_what_is_kept_has_ordinary_permissions(
     umask: int, gguf_path: Path, runner: Runner, builds: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch

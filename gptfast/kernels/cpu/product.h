@@ -280,12 +280,13 @@ void multiply_dense(const Layout& layout, const uint8_t* strip, const Reading& r
     for (int part = 0; part < PARTS; ++part) {
       vfloat even[M] = {}, odd[M] = {};
       GPTFAST_UNROLL
-      for (int k = 0; k < BLOCK; ++k) {
-        const vfloat weight = load_weights<CODES>(block, k, part);
-        vfloat* side = k % 2 ? odd : even;
+      for (int k = 0; k < BLOCK; k += 2) {
+        const vfloat first = load_weights<CODES>(block, k, part), second = load_weights<CODES>(block, k + 1, part);
+        const float* values = inputs.values + (b * BLOCK + k) * M;
         GPTFAST_UNROLL
         for (int m = 0; m < M; ++m) {
-          side[m] = multiply_add(weight, broadcast(inputs.values[(b * BLOCK + k) * M + m]), side[m]);
+          even[m] = multiply_add(first, broadcast(values[m]), even[m]);
+          odd[m] = multiply_add(second, broadcast(values[M + m]), odd[m]);
         }
       }
       GPTFAST_UNROLL
