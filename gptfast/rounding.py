@@ -40,8 +40,8 @@ def round_to_nearest(weight: Tensor, scheme: WeightScheme, *, name: str = "the m
     """Round a matrix (N, K) of any floating dtype; the result lies on its device.
 
     Of 8 bits a group's range is that of its weights; of 4 bits it is searched for, see `choose_ranges`. Beside
-    the matrix and the result this takes less than 32 MB on a CPU and 512 MB on CUDA. 100 M weights take 2.5 s at
-    4 bits and 0.15 s at 8 (two cores of a Zen 5, torch 2.13, 2026-11-30).
+    the matrix and the result this takes less than 32 MB on a CPU and 512 MB on CUDA. 100 M weights take 4 s at
+    4 bits and 0.2 s at 8 (one core of a Zen 5, torch 2.13, 2026-11-30).
 
     Raises UserError, which calls the matrix `name`, if the groups do not divide K or a weight is not finite.
     """

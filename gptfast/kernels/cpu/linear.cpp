@@ -39,15 +39,22 @@ Layout read_layout(const at::Tensor& packed) {
   return layout;
 }
 
+template <Codes CODES, int M>
+StripProduct choose_quantized_product(const Layout& layout, bool rounds_inputs) {
+  if (!rounds_inputs) return multiply_exact<CODES, M>;
+  if constexpr (CODES == Codes::INT6) return multiply_rounded_blocks<CODES, M>;
+  return layout.groups == layout.blocks ? multiply_rounded_blocks<CODES, M> : multiply_rounded_groups<CODES, M>;
+}
+
 template <int M>
 StripProduct choose_product(const Layout& layout, bool rounds_inputs) {
   switch (layout.codes) {
     case Codes::FLOAT32: return multiply_dense<Codes::FLOAT32, M>;
     case Codes::FLOAT16: return multiply_dense<Codes::FLOAT16, M>;
     case Codes::BFLOAT16: return multiply_dense<Codes::BFLOAT16, M>;
-    case Codes::INT4: return rounds_inputs ? multiply_rounded<Codes::INT4, M> : multiply_exact<Codes::INT4, M>;
-    case Codes::INT6: return rounds_inputs ? multiply_rounded<Codes::INT6, M> : multiply_exact<Codes::INT6, M>;
-    case Codes::INT8: return rounds_inputs ? multiply_rounded<Codes::INT8, M> : multiply_exact<Codes::INT8, M>;
+    case Codes::INT4: return choose_quantized_product<Codes::INT4, M>(layout, rounds_inputs);
+    case Codes::INT6: return choose_quantized_product<Codes::INT6, M>(layout, rounds_inputs);
+    case Codes::INT8: return choose_quantized_product<Codes::INT8, M>(layout, rounds_inputs);
   }
   return nullptr;
 }

@@ -164,43 +164,77 @@ GPTFAST_INLINE void add_group(const Layout& layout, const ScaleReader& scales, c
   }
 }
 
-// Quantized weights with rounded inputs: integers within a block, floats beyond. `sums` is (M, 16).
+// Sums of a block, or a section of it, and M rows of rounded inputs: exact, as they are of integers.
 template <Codes CODES, int M>
-void multiply_rounded(const Layout& layout, const uint8_t* strip, const Reading& reading,
-                      const Inputs& inputs, float* sums) {
+GPTFAST_INLINE void multiply_section(const Inputs& inputs, const uint8_t* block, int64_t b, int section, int part,
+                                     vfloat (&sum)[M]) {
   constexpr int STEPS = 8 / SECTIONS<CODES>;
-  const int64_t groups = layout.groups / SECTIONS<CODES>, blocks_per_group = layout.blocks / groups;
+  DotProduct<BITS<CODES>> dot[M];
+  GPTFAST_UNROLL
+  for (int m = 0; m < M; ++m) dot[m].start(inputs.corrections[(2 * b + section) * M + m]);
+  GPTFAST_UNROLL
+  for (int step = 0; step < STEPS; ++step) {
+    const int j = section * STEPS + step;
+    const vuint codes = unpack<CODES>(block, j, part);
+    GPTFAST_UNROLL
+    for (int m = 0; m < M; ++m) dot[m].add(codes, inputs.codes[(b * 8 + j) * M + m]);
+  }
+  GPTFAST_UNROLL
+  for (int m = 0; m < M; ++m) sum[m] = to_float(dot[m].finish());
+}
+
+// Quantized weights with rounded inputs, where no group is longer than a block. `sums` is (M, 16).
+template <Codes CODES, int M>
+void multiply_rounded_blocks(const Layout& layout, const uint8_t* strip, const Reading& reading, const Inputs& inputs,
+                             float* sums) {
   const ScaleReader scales = ScaleReader::of_scales(layout, strip), mins = ScaleReader::of_mins(layout, strip);
   const uint8_t* block = strip + layout.codes_at;
   Totals<M> totals(sums);
-  for (int64_t group = 0, b = 0; group < groups; ++group) {
+  for (int64_t b = 0; b < layout.blocks; ++b, block += get_block_bytes(CODES)) {
+    fetch_ahead(layout, reading, strip, b);
+    GPTFAST_UNROLL
+    for (int section = 0; section < SECTIONS<CODES>; ++section) {
+      GPTFAST_UNROLL
+      for (int part = 0; part < PARTS; ++part) {
+        vfloat sum[M];
+        multiply_section<CODES, M>(inputs, block, b, section, part, sum);
+        const vfloat scale = scales.read(b * SECTIONS<CODES> + section, part);
+        GPTFAST_UNROLL
+        for (int m = 0; m < M; ++m) totals.add(part, m, sum[m] * inputs.scales[b * M + m], scale);
+      }
+    }
+    if (layout.has_mins) {
+      GPTFAST_UNROLL
+      for (int part = 0; part < PARTS; ++part) {
+        const vfloat min = mins.read(b, part);
+        GPTFAST_UNROLL
+        for (int m = 0; m < M; ++m) totals.add(part, m, min, broadcast(inputs.sums[b * M + m]));
+      }
+    }
+  }
+  totals.finish();
+}
+
+// The same with groups of several blocks.
+template <Codes CODES, int M>
+void multiply_rounded_groups(const Layout& layout, const uint8_t* strip, const Reading& reading, const Inputs& inputs,
+                             float* sums) {
+  const int64_t blocks_per_group = layout.blocks / layout.groups;
+  const ScaleReader scales = ScaleReader::of_scales(layout, strip), mins = ScaleReader::of_mins(layout, strip);
+  const uint8_t* block = strip + layout.codes_at;
+  Totals<M> totals(sums);
+  for (int64_t group = 0, b = 0; group < layout.groups; ++group) {
     vfloat sum[SECTIONS<CODES>][PARTS][M] = {};
     float input_sum[M] = {};
     for (const int64_t end = b + blocks_per_group; b < end; ++b, block += get_block_bytes(CODES)) {
       fetch_ahead(layout, reading, strip, b);
       GPTFAST_UNROLL
-      for (int section = 0; section < SECTIONS<CODES>; ++section) {
+      for (int part = 0; part < PARTS; ++part) {
+        vfloat block_sum[M];
+        multiply_section<CODES, M>(inputs, block, b, 0, part, block_sum);
         GPTFAST_UNROLL
-        for (int part = 0; part < PARTS; ++part) {
-          DotProduct<BITS<CODES>> dot[M];
-          GPTFAST_UNROLL
-          for (int m = 0; m < M; ++m) {
-            dot[m].start(inputs.corrections[(2 * b + section) * M + m]);
-          }
-          GPTFAST_UNROLL
-          for (int step = 0; step < STEPS; ++step) {
-            const int j = section * STEPS + step;
-            const vuint codes = unpack<CODES>(block, j, part);
-            GPTFAST_UNROLL
-            for (int m = 0; m < M; ++m) {
-              dot[m].add(codes, inputs.codes[(b * 8 + j) * M + m]);
-            }
-          }
-          GPTFAST_UNROLL
-          for (int m = 0; m < M; ++m) {
-            const float scale = inputs.scales[b * M + m];
-            sum[section][part][m] = multiply_add(to_float(dot[m].finish()), broadcast(scale), sum[section][part][m]);
-          }
+        for (int m = 0; m < M; ++m) {
+          sum[0][part][m] = multiply_add(block_sum[m], broadcast(inputs.scales[b * M + m]), sum[0][part][m]);
         }
       }
       GPTFAST_UNROLL
