@@ -101,4 +101,6 @@ class PackedEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         """What a compiled step depends on beside the parameters."""
-        return f"{self.precisions}, {self.vocab_size}, {self.dim}, dtype={self.dtype}, rounds_inputs={self.rounds_inputs}"
+        return (
+            f"{self.precisions}, {self.vocab_size}, {self.dim}, dtype={self.dtype}, rounds_inputs={self.rounds_inputs}"
+        )

@@ -142,7 +142,8 @@ def _read_matrix(
             dtype = next(each for each, name in DTYPE_NAMES.items() if name == stored)
     else:
         dtype = DENSE_WEIGHTS[weights]
-    return _read_dense(checkpoint, {source: shape}, torch.Size(shape), torch.device("cpu"), dtype), describe_dtype(dtype)
+    dense = _read_dense(checkpoint, {source: shape}, torch.Size(shape), torch.device("cpu"), dtype)
+    return dense, describe_dtype(dtype)
 
 
 def estimate_weight_bytes(checkpoint: Checkpoint, weights: Weights, dtype: torch.dtype, device: torch.device) -> int:

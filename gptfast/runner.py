@@ -46,8 +46,9 @@ class CompileStatistics:
 class Runner:
     """Executes the steps of one model and owns what they write: KV caches and input buffers.
 
-    The cache holds keys and values in `kv_dtype`, by default the model's. `compile` asks for compiled steps; `warm_up` makes them, and what was not warmed up is made when first needed.
-    Where the machine cannot compile, a line in the log says so and the steps run eagerly.
+    The cache holds keys and values in `kv_dtype`, by default the model's. `compile` asks for compiled steps; `warm_up`
+    makes them, and what was not warmed up is made when first needed. Where the machine cannot compile, a line in the
+    log says so and the steps run eagerly.
     """
 
     def __init__(

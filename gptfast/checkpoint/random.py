@@ -17,7 +17,7 @@ from gptfast.quantization import QuantizedWeight, WeightScheme
 
 
 class RandomCheckpoint(Checkpoint):
-    """See `Checkpoint`. Every tensor is a function of its name alone, so runs can be compared; it is "stored" in bfloat16.
+    """See `Checkpoint`. Every tensor is a function of its name alone, so runs can be compared; its dtype is bfloat16.
 
     Norms are 1 and matrices normal with the variance 1 / in_features, which keeps activations near size 1.
     """

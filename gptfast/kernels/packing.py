@@ -38,7 +38,7 @@ def pack(weight: Tensor | QuantizedWeight) -> Tensor:
 
 def can_pack(weight: QuantizedWeight) -> bool:
     """Whether the kernels have its groups: of a multiple of 32 inputs, or those of llama.cpp's K-quants."""
-    rows, columns = weight.shape
+    columns = weight.shape[1]
     if weight.super_scales is not None:
         return columns % SUPER_BLOCK == 0 and weight.group_size == (16 if weight.bits == 6 else BLOCK)
     return weight.bits != 6 and (weight.group_size == columns or weight.group_size % BLOCK == 0)
