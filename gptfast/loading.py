@@ -33,6 +33,20 @@ HEAD_SCHEME = WeightScheme(bits=8, group_size=None)
 ROUNDED_WEIGHTS = {"int8": HEAD_SCHEME, "int4": WeightScheme(bits=4, group_size=32)}
 """How blocks are rounded in memory; the output layer always is by `HEAD_SCHEME`."""
 
+STORED_BITS = {
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "Q4_0": 4.5,
+    "Q4_1": 5,
+    "Q4_K": 4.625,
+    "Q6_K": 6.5625,
+    "Q8_0": 8.5,
+    "int4": 4.5,
+    "int8": 8,
+}
+"""Of a weight in a packed matrix, with its scales, by the first word of how it is stored."""
+
 Matrix = tuple[Tensor | QuantizedWeight, str]
 """A matrix and the name of its precision."""
 
@@ -58,7 +72,7 @@ def load_model(
         model = Transformer(checkpoint.config)
     device = torch.device(device)
     model.uses_attention_kernel = packs = device.type == "cpu" and ops.has_cpu_kernels()
-    expanded: set[str] = set()
+    told: set[str] = set()
     for name, parameter in list(model.named_parameters()):
         sources = {aliases.get(source, source): shapes[source] for source in list_sources(name)}
         module_name, _, kind = name.rpartition(".")
@@ -75,14 +89,24 @@ def load_model(
             else PackedLinear(parts, rounds_inputs=rounds)
         )
         model.set_submodule(module_name, module)
-        stored_types = [checkpoint.describe_type(source) for source in sources]
-        for stored, (_, precision) in zip(stored_types, matrices, strict=True):
-            if weights == "stored" and precision != stored and stored not in DTYPE_NAMES.values():
-                expanded.add(stored)
-    if expanded:
-        names = ", ".join(sorted(expanded))
-        logger.info("weights stored as %s have no kernel and are expanded to %s", names, describe_dtype(dtype))
+        for source, (_, precision) in zip(sources, matrices, strict=True):
+            told |= list_remarks(source, checkpoint.describe_type(source), precision, weights)
+    for remark in sorted(told):
+        logger.info("%s", remark)
     return model.eval()
+
+
+def list_remarks(name: str, stored: str, precision: str, weights: Weights) -> set[str]:
+    """What a user should know of a matrix that is held in another precision than it is stored or asked for."""
+    is_dense = stored in DTYPE_NAMES.values()
+    remarks = set()
+    if weights == "stored" and not is_dense and precision != stored:
+        remarks.add(f"weights stored as {stored} have no kernel and are expanded to {precision}")
+    if weights in ROUNDED_WEIGHTS and not is_dense and precision.startswith("int"):
+        remarks.add(f"weights stored as {stored} are rounded a second time, to {precision}, which costs accuracy")
+    if weights == "int4" and precision == HEAD_SCHEME.describe() and name not in (EMBEDDING, HEAD):
+        remarks.add(f"matrices that groups of {ROUNDED_WEIGHTS['int4'].group_size} do not divide are {precision}")
+    return remarks
 
 
 def join_alike(matrices: Sequence[Matrix]) -> list[Matrix]:
@@ -116,12 +140,18 @@ def pack_matrix(matrix: Matrix) -> PackedMatrix:
 
 
 def choose_scheme(checkpoint: Checkpoint, name: str, weights: Weights) -> WeightScheme | None:
-    """How a matrix is rounded in memory; None if it is not, as an embedding that only rows are read of."""
+    """How a matrix is rounded in memory; None if it is not, as an embedding that only rows are read of.
+
+    One that groups do not divide has 8 bits and a scale per channel.
+    """
     if weights not in ROUNDED_WEIGHTS:
         return None
     if name == HEAD or (name == EMBEDDING and checkpoint.config.tie_word_embeddings):
         return HEAD_SCHEME
-    return None if name == EMBEDDING else ROUNDED_WEIGHTS[weights]
+    if name == EMBEDDING:
+        return None
+    scheme, columns = ROUNDED_WEIGHTS[weights], list_tensor_shapes(checkpoint.config)[name][1]
+    return HEAD_SCHEME if columns % (scheme.group_size or 1) else scheme
 
 
 def _read_matrix(
@@ -130,13 +160,12 @@ def _read_matrix(
     """The matrix in the precision that `weights` asks for, as a view of the file where it lies there so."""
     scheme = choose_scheme(checkpoint, source, weights)
     if scheme is not None:
-        if shape[1] % (scheme.group_size or 1):
-            scheme = HEAD_SCHEME
         return checkpoint.read_rounded(source, scheme), scheme.describe()
     stored = checkpoint.describe_type(source)
     if weights not in DENSE_WEIGHTS:
         quantized = checkpoint.read_quantized(source)
         if quantized is not None and can_pack(quantized):
+            check_finite(checkpoint, source, quantized.scales)
             return quantized, stored
         if stored in DTYPE_NAMES.values():
             dtype = next(each for each, name in DTYPE_NAMES.items() if name == stored)
@@ -148,14 +177,20 @@ def _read_matrix(
 
 def estimate_weight_bytes(checkpoint: Checkpoint, weights: Weights, dtype: torch.dtype, device: torch.device) -> int:
     """About how much memory `load_model` will take for the weights."""
-    parameters = sum(math.prod(shape) for shape in list_tensor_shapes(checkpoint.config).values())
-    if device.type != "cpu" or not ops.has_cpu_kernels():
-        return parameters * dtype.itemsize
-    if weights == "stored":
-        return checkpoint.stored_bytes
-    if weights in DENSE_WEIGHTS:
-        return parameters * DENSE_WEIGHTS[weights].itemsize
-    return parameters * ROUNDED_WEIGHTS[weights].bits // 8
+    packs = device.type == "cpu" and ops.has_cpu_kernels()
+    bits = 0.0
+    for name, shape in list_tensor_shapes(checkpoint.config).items():
+        each = 8.0 * dtype.itemsize
+        if packs and len(shape) == 2:
+            scheme = choose_scheme(checkpoint, name, weights)
+            if scheme is not None:
+                each = 8 if scheme.bits == 8 else STORED_BITS["int4"]
+            elif weights in DENSE_WEIGHTS:
+                each = 8.0 * DENSE_WEIGHTS[weights].itemsize
+            elif name in checkpoint.names():
+                each = STORED_BITS.get(checkpoint.describe_type(name).split()[0], each)
+        bits += math.prod(shape) * each
+    return int(bits / 8)
 
 
 def list_sources(name: str) -> list[str]:
@@ -221,9 +256,19 @@ def _read_dense(
         view = checkpoint.view(source)
         if view is not None and view.dtype == dtype:
             check_tensor(checkpoint.path, source, view, tuple(shape))
+            check_finite(checkpoint, source, view)
             return view.contiguous()
     weight = torch.empty(shape, dtype=dtype, device=device)
     parts = torch.split(weight, [source_shape[0] for source_shape in sources.values()])
     for source, part in zip(sources, parts, strict=True):
         checkpoint.read_into(source, part)
+        check_finite(checkpoint, source, part)
     return weight
+
+
+def check_finite(checkpoint: Checkpoint, name: str, values: Tensor) -> None:
+    """Raise CheckpointError for NaN or infinite weights, of which every token would be the first one."""
+    if not all(map(torch.isfinite, torch.aminmax(values))):
+        raise CheckpointError(
+            f"tensor {name} in {checkpoint.path} holds NaN or infinite numbers; it is damaged, so download it again"
+        )

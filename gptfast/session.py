@@ -128,8 +128,8 @@ def load(
         weights: what to decode from, one of `WEIGHTS`: what the checkpoint holds, or that expanded or rounded.
         activations: `int8` rounds them before they are multiplied with quantized weights, `fp32` does not; None for
             int8 where there are such weights.
-        kv_dtype: what keys and values are held in, one of `KV_DTYPES`; None for `dtype` where that is given, and
-            bfloat16 where it is not.
+        kv_dtype: what keys and values are held in, one of `KV_DTYPES`; None for `dtype` where that is given, or
+            where there are no CPU kernels, and else bfloat16.
         compile: run compiled steps; the first start on a machine compiles them, later ones load them.
         batch_size: texts that are decoded at once.
         threads: for the CPU, of the whole process; None leaves torch's own choice.
@@ -146,7 +146,7 @@ def load(
     start = time.perf_counter()
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
-    chosen_kv_dtype = choose_kv_dtype(kv_dtype, chosen_dtype, is_dtype_given=dtype is not None)
+    chosen_kv_dtype = choose_kv_dtype(kv_dtype, chosen_dtype, chosen_device, is_dtype_given=dtype is not None)
     checkpoint = _open(path, preset)
     check_memory(checkpoint, weights, chosen_dtype, chosen_device)
     model = load_model(
@@ -183,7 +183,7 @@ def check_memory(checkpoint: Checkpoint, weights: Weights, dtype: torch.dtype, d
     if free is not None and needed > free:
         raise UserError(
             f"the weights of {checkpoint.path} take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on "
-            f"{device.type}; use a smaller model or --weights int4"
+            f"{device.type}; use a smaller model{'' if weights == 'int4' else ' or --weights int4'}"
         )
 
 
@@ -219,12 +219,14 @@ def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def choose_kv_dtype(name: str | None, dtype: torch.dtype, *, is_dtype_given: bool) -> torch.dtype:
+def choose_kv_dtype(name: str | None, dtype: torch.dtype, device: torch.device, *, is_dtype_given: bool) -> torch.dtype:
     """The dtype of the key/value cache; see `load`."""
     if name is not None:
         check_choice("kv-dtype", name, KV_DTYPES)
         return KV_DTYPES[name]
-    return dtype if is_dtype_given or dtype == torch.float16 else torch.bfloat16
+    # torch's own attention reads a cache in the activations' dtype only; another one would be converted in every step.
+    has_kernel = device.type == "cpu" and ops.has_cpu_kernels()
+    return torch.bfloat16 if has_kernel and not is_dtype_given else dtype
 
 
 def supports_bfloat16(device: torch.device) -> bool:

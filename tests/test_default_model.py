@@ -41,8 +41,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def load_model(**settings: object) -> Session:
+    """A session that computes with the file's own weights and rounds nothing else, unless it is told to."""
     assert MODEL is not None
-    return load(MODEL, **({"dtype": "float32"} | settings))  # type: ignore[arg-type]
+    return load(MODEL, **({"dtype": "float32", "activations": "fp32"} | settings))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,13 @@ def test_the_tokens_are_those_of_transformers(eager: Session) -> None:
     result = generate(eager, PROMPT, max_new_tokens=64)[0]
     assert result.token_ids == CONTINUATION
     assert result.finish_reason == "length"
+
+
+def test_rounded_activations_and_a_smaller_cache_write_the_same_beginning() -> None:
+    """As by default."""
+    session = load_model(dtype=None, activations=None)
+    assert (session.weights, session.activations, session.kv_dtype) == ("Q4_1 + Q8_0", "int8", "bfloat16")
+    assert generate(session, PROMPT, max_new_tokens=32)[0].token_ids == CONTINUATION[:32]
 
 
 def test_the_text_is_read_and_written_as_these_tokens(eager: Session) -> None:
@@ -135,9 +143,8 @@ def test_a_compiled_session_reads_a_prompt_that_its_cache_has_to_grow_for(compil
 def test_the_command_line_prints_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     cli = CommandLine(monkeypatch, capsys)
     assert MODEL is not None
-    outcome = cli(
-        "generate", "--checkpoint", MODEL, "--dtype", "float32", "--prompt", TEXT, "--max-new-tokens", 8, "--json"
-    )
+    exact = ("--dtype", "float32", "--activations", "fp32")
+    outcome = cli("generate", "--checkpoint", MODEL, *exact, "--prompt", TEXT, "--max-new-tokens", 8, "--json")
     assert outcome.exit_code == 0, outcome.stderr
     assert outcome.stdout.startswith(" the founding of Rome in 75\n{")
     assert outcome.json["token_ids"] == list(CONTINUATION[:8])
@@ -146,7 +153,8 @@ def test_the_command_line_prints_it(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 @pytest.mark.slow
 def test_a_second_start_finds_everything_in_the_cache() -> None:
     assert MODEL is not None
-    flags = ("--checkpoint", MODEL, "--dtype", "float32", "--compile", "--json", "--prompt", TEXT)
+    exact = ("--dtype", "float32", "--activations", "fp32")
+    flags = ("--checkpoint", MODEL, *exact, "--compile", "--json", "--prompt", TEXT)
     first, second = (run_process("-m", "gptfast", "generate", *flags, "--max-new-tokens", 64) for _ in range(2))
     assert first.json["token_ids"] == second.json["token_ids"] == list(CONTINUATION)
     assert "(cached)" in second.stderr

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import shlex
 import shutil
-import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,22 +34,36 @@ class BuildError(RuntimeError):
 def load_library(name: str = LIBRARY, machine_flags: Sequence[str] = NATIVE_FLAGS) -> Path:
     """Make the operators available as `torch.ops.<name>`, built if need be; the file they were loaded from.
 
-    Of processes that start together one builds and the others wait. Raises BuildError without a working compiler.
+    Of processes that start together one builds and the others wait. Without a compiler, what any compiler built earlier
+    will do. Raises BuildError if there is neither.
     """
-    compiler = find_compiler()
-    key = compute_key(name, machine_flags, compiler)
     directory = get_cache_dir() / "kernels"
-    if not is_writable(directory) and not (directory / key).exists():
+    key = compute_key(name, machine_flags)
+    try:
+        compiler = find_compiler()
+    except BuildError:
+        built = sorted(directory.glob(f"{key}-*/{name}.so"))
+        if not built:
+            raise
+        return load_built(built[-1])
+    key = f"{key}-{identify_compiler(compiler)}"
+    if not (directory / key).exists() and not is_writable(directory):
         directory = get_temporary_dir() / "kernels"
         directory.mkdir(parents=True, exist_ok=True)
     library = directory / key / f"{name}.so"
-    if not library.exists():
-        from filelock import FileLock
+    if library.exists():
+        return load_built(library)
+    from filelock import FileLock
 
-        with FileLock(directory / f"{key}.lock"):
-            if not library.exists():
-                build_and_load(library, name, machine_flags, compiler)
-                return library
+    with FileLock(directory / f"{key}.lock"):
+        if library.exists():
+            return load_built(library)
+        build_and_load(library, name, machine_flags)
+        return library
+
+
+def load_built(library: Path) -> Path:
+    """Load a library that was built before; raises BuildError if it is damaged."""
     try:
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     except OSError as error:
@@ -58,22 +72,27 @@ def load_library(name: str = LIBRARY, machine_flags: Sequence[str] = NATIVE_FLAG
 
 
 def find_compiler() -> Path:
-    """The C++ compiler; raises BuildError if there is none."""
-    name = os.environ.get("CXX", "g++")
+    """The program that CXX names, which may have arguments, or g++; raises BuildError if there is none."""
+    name = shlex.split(os.environ.get("CXX") or "g++")[0]
     found = shutil.which(name)
     if found is None:
         raise BuildError(f"there is no C++ compiler {name}; install g++, or name one with CXX")
     return Path(found)
 
 
-def compute_key(name: str, machine_flags: Sequence[str], compiler: Path) -> str:
-    """A name for all that the built code depends on, as 24 hexadecimal digits."""
+def identify_compiler(compiler: Path) -> str:
+    """A name for the compiler as it is now, as 8 hexadecimal digits."""
     facts = compiler.stat()
+    identity = f"{os.environ.get('CXX')} {compiler} {facts.st_size} {facts.st_mtime_ns}"
+    return hashlib.sha256(identity.encode()).hexdigest()[:8]
+
+
+def compute_key(name: str, machine_flags: Sequence[str]) -> str:
+    """A name for all that the built code depends on beside the compiler, as 24 hexadecimal digits."""
     parts = [
         name,
         *FLAGS,
         *machine_flags,
-        f"{compiler} {facts.st_size} {facts.st_mtime_ns}",
         torch.__version__,
         describe_cpu(),
         *(path.name + path.read_text() for path in list_sources("*")),
@@ -86,7 +105,7 @@ def list_sources(pattern: str) -> list[Path]:
     return sorted(SOURCE_DIR.glob(pattern))
 
 
-def build_and_load(library: Path, name: str, machine_flags: Sequence[str], compiler: Path) -> None:
+def build_and_load(library: Path, name: str, machine_flags: Sequence[str]) -> None:
     """Compile elsewhere and move the result into place, so that a killed build leaves nothing that loads."""
     import ninja
 
@@ -95,24 +114,28 @@ def build_and_load(library: Path, name: str, machine_flags: Sequence[str], compi
         from torch.utils import cpp_extension
 
     logger.info("compiling the CPU kernels, once on this machine: about %d seconds", BUILD_S)
-    # The builder looks for ninja in the path, where an environment that is not activated does not stand.
+    # What a killed build left goes with the next one.
+    partial = library.parent.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    # The builder looks for ninja in the path, where an environment that is not activated does not stand, and for the
+    # compiler under another name.
     path = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", os.defpath)])
-    with (
-        tempfile.TemporaryDirectory(dir=library.parent.parent, prefix="build-") as directory,
-        patch.dict(os.environ, PATH=path, CXX=str(compiler)),
-    ):
-        try:
+    try:
+        with patch.dict(os.environ, PATH=path, CXX=os.environ.get("CXX") or "g++"):
             cpp_extension.load(
                 name,
                 [str(source) for source in list_sources("*.cpp")],
                 extra_cflags=[*FLAGS, *machine_flags, f"-DGPTFAST_LIBRARY={name}"],
-                build_directory=directory,
+                build_directory=str(partial),
                 is_python_module=False,
             )
-        except (RuntimeError, OSError) as error:
-            raise BuildError(f"the CPU kernels cannot be compiled: {find_reason(str(error))}") from error
         library.parent.mkdir(exist_ok=True)
-        (Path(directory) / library.name).replace(library)
+        (partial / library.name).replace(library)
+    except (RuntimeError, OSError) as error:
+        raise BuildError(f"the CPU kernels cannot be compiled: {find_reason(str(error))}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def find_reason(message: str) -> str:

@@ -32,7 +32,8 @@ Layout read_layout(const at::Tensor& packed) {
                     "a packed matrix is a vector of bytes, as gptfast.kernels.packing makes it");
   Header header;
   std::memcpy(&header, packed.const_data_ptr(), sizeof(header));
-  TORCH_CHECK_VALUE(header.magic == MAGIC, "the packed matrix is damaged or was packed by another version");
+  TORCH_CHECK_VALUE(header.magic == MAGIC && header.rows > 0 && header.columns > 0 && header.group_size > 0,
+                    "the packed matrix is damaged or was packed by another version");
   const Layout layout(header);
   TORCH_CHECK_VALUE(layout.total_bytes() == packed.numel(), "the packed matrix is damaged: it has ", packed.numel(),
                     " bytes and not ", layout.total_bytes());
@@ -206,6 +207,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
                     x.sizes(), " cannot be multiplied with a matrix of ", layout.rows, " x ", layout.columns);
   TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
                     "inputs must be float32 or bfloat16, not ", x.scalar_type());
+  TORCH_CHECK_VALUE(!bias || (bias->dim() == 1 && bias->size(0) == layout.rows), "a bias for ", layout.rows,
+                    " outputs is needed");
   const at::Tensor input = x.contiguous();
   const int64_t rows = input.numel() / layout.columns;
   auto shape = x.sizes().vec();
@@ -218,8 +221,12 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
   const bool is_float = x.scalar_type() == at::kFloat;
   if (rows > MOST_EXACT_ROWS && !rounds_inputs) {
     at::Tensor matrix = input.view({rows, layout.columns}), result = y.view({rows, layout.rows});
-    is_float ? multiply_expanded<float>(layout, data, matrix, bias_values, result)
-             : multiply_expanded<at::BFloat16>(layout, data, matrix, bias_values, result);
+    // The library multiplies bfloat16 with sums in float32, so of such weights nothing is lost.
+    if (!is_float && layout.codes == Codes::BFLOAT16) {
+      multiply_expanded<at::BFloat16>(layout, data, matrix, bias_values, result);
+    } else {
+      multiply_expanded<float>(layout, data, matrix.to(at::kFloat), bias_values, result);
+    }
   } else if (is_float) {
     multiply_strips(layout, data, input.const_data_ptr<float>(), rows, bias_data, y.mutable_data_ptr<float>(),
                     rounds_inputs);

@@ -73,7 +73,7 @@ void pack_columns(const at::Tensor& source, int64_t row, int64_t count, uint8_t*
 }  // namespace
 
 at::Tensor pack_dense(const at::Tensor& weight) {
-  TORCH_CHECK_VALUE(weight.dim() == 2 && weight.is_contiguous(), "a matrix that lies row by row is needed");
+  TORCH_CHECK_VALUE(weight.dim() == 2 && weight.numel() > 0 && weight.is_contiguous(), "a matrix that lies row by row is needed");
   Codes codes;
   switch (weight.scalar_type()) {
     case at::kFloat: codes = Codes::FLOAT32; break;
@@ -98,7 +98,7 @@ at::Tensor pack_dense(const at::Tensor& weight) {
 at::Tensor pack_quantized(const at::Tensor& codes, const at::Tensor& scales, const std::optional<at::Tensor>& mins,
                           const std::optional<at::Tensor>& super_scales,
                           const std::optional<at::Tensor>& super_mins, int64_t bits) {
-  TORCH_CHECK_VALUE(codes.dim() == 2 && codes.scalar_type() == at::kChar && codes.is_contiguous(),
+  TORCH_CHECK_VALUE(codes.dim() == 2 && codes.numel() > 0 && codes.scalar_type() == at::kChar && codes.is_contiguous(),
                     "codes must be an int8 matrix that lies row by row");
   const int64_t rows = codes.size(0), columns = codes.size(1);
   const auto check = [&](const at::Tensor& values, at::ScalarType dtype, const char* name) {

@@ -113,6 +113,7 @@ GPTFAST_INLINE vfloat load_half(const uint16_t* source) {
     std::memcpy(&magnitude, &bits, 4);
     magnitude *= 0x1p112f;
     std::memcpy(&bits, &magnitude, 4);
+    if ((source[lane] & 0x7c00u) == 0x7c00u) bits = 0x7f800000u | (source[lane] & 0x3ffu) << 13;
     bits |= sign;
     std::memcpy(&magnitude, &bits, 4);
     result[lane] = magnitude;
@@ -167,13 +168,6 @@ GPTFAST_INLINE vfloat load_bytes(const void* source) {
   typedef Byte bytes __attribute__((vector_size(W)));
   return __builtin_convertvector(load<bytes>(source), vfloat);
 #endif
-}
-
-GPTFAST_INLINE uint16_t round_to_bfloat16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if (std::isnan(value)) return 0x7fc0;
-  return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
 // Sums of products of codes with signed bytes, four to a lane: of BITS = 4 and 6 the codes are unsigned, of 8 signed.

@@ -4,6 +4,7 @@
 #include <signal.h>
 
 #include <chrono>
+#include <system_error>
 #include <thread>
 
 #if defined(__x86_64__)
@@ -35,20 +36,31 @@ Team& Team::get() {
   return *team;
 }
 
-void Team::share(int64_t count, int threads, Call call, const void* data, const uint8_t* next) {
-  for (; started_ < threads - 1; ++started_) {
-    // Signals are the caller's.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    std::thread(&Team::serve, this, started_).detach();
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+// Where the system has no more threads to give, those that there are do the work.
+void Team::start(int count) {
+  if (started_ >= count || !can_start_) return;
+  // Signals are the caller's.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    for (; started_ < count; ++started_) std::thread(&Team::serve, this, started_).detach();
+  } catch (const std::system_error&) {
+    can_start_ = false;
   }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void Team::share(int64_t count, int threads, Call call, const void* data, const uint8_t* next) {
+  start(threads - 1);
   call_ = call;
   data_ = data;
   count_ = count;
   done_.store(0, std::memory_order_relaxed);
-  wanted_.store(threads - 1, std::memory_order_relaxed);
+  if (wanted_.load(std::memory_order_relaxed) != threads - 1) {
+    wanted_.store(threads - 1, std::memory_order_relaxed);
+    wanted_.notify_all();
+  }
   next_.store(next, std::memory_order_relaxed);
   left_.store(int32_t(count), std::memory_order_release);
   left_.notify_all();
@@ -84,8 +96,13 @@ void Team::fetch_ahead() {
 void Team::serve(int number) {
   auto last_work = std::chrono::steady_clock::now();
   while (true) {
-    if (number < wanted_.load(std::memory_order_relaxed) && take_piece()) {
-      while (take_piece()) {
+    const int wanted = wanted_.load(std::memory_order_relaxed);
+    if (number >= wanted) {
+      wanted_.wait(wanted, std::memory_order_relaxed);
+      continue;
+    }
+    if (take_piece()) {
+      while (number < wanted_.load(std::memory_order_relaxed) && take_piece()) {
       }
       fetch_ahead();
       last_work = std::chrono::steady_clock::now();
@@ -93,9 +110,7 @@ void Team::serve(int number) {
     }
     for (int look = 0; look < LOOKS_PER_CLOCK && left_.load(std::memory_order_relaxed) == 0; ++look) pause();
     if (std::chrono::steady_clock::now() - last_work > PATIENCE) {
-      const int32_t left = left_.load(std::memory_order_relaxed);
-      // A thread that is not wanted sleeps over work too.
-      if (left == 0 || number >= wanted_.load(std::memory_order_relaxed)) left_.wait(left, std::memory_order_relaxed);
+      left_.wait(0, std::memory_order_relaxed);
       last_work = std::chrono::steady_clock::now();
     }
   }

@@ -16,7 +16,8 @@ class Team {
   // Of the whole process; it is never destroyed, as its threads may outlive all else.
   static Team& get();
 
-  // Calls function(index) once for every index below `count`, on any thread in any order; at most `threads` take part.
+  // Calls function(index), which must not throw, once for every index below `count`, on any thread in any order; at
+  // most `threads` take part, and in a process that was forked only the caller does.
   // The others of them then fetch what lies at `next` into their caches, until there is work again.
   template <class Function>
   void run(int64_t count, int threads, const Function& function, const uint8_t* next = nullptr) {
@@ -35,6 +36,7 @@ class Team {
   using Call = void (*)(const void*, int64_t);
 
   Team() = default;
+  void start(int count);
   void share(int64_t count, int threads, Call call, const void* data, const uint8_t* next);
   bool take_piece();
   void serve(int number);
@@ -51,6 +53,7 @@ class Team {
   alignas(64) std::atomic<int> wanted_{0};  // threads beside the caller
   std::atomic<const uint8_t*> next_{nullptr};
   int started_ = 0;
+  bool can_start_ = true;
 };
 
 }  // namespace gptfast
