@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -72,7 +73,7 @@ def load_model(
         model = Transformer(checkpoint.config)
     device = torch.device(device)
     model.uses_attention_kernel = packs = device.type == "cpu" and ops.has_cpu_kernels()
-    told: set[str] = set()
+    remarks: dict[str, set[str]] = defaultdict(set)
     for name, parameter in list(model.named_parameters()):
         sources = {aliases.get(source, source): shapes[source] for source in list_sources(name)}
         module_name, _, kind = name.rpartition(".")
@@ -90,23 +91,25 @@ def load_model(
         )
         model.set_submodule(module_name, module)
         for source, (_, precision) in zip(sources, matrices, strict=True):
-            told |= list_remarks(source, checkpoint.describe_type(source), precision, weights)
-    for remark in sorted(told):
-        logger.info("%s", remark)
+            stored = checkpoint.describe_type(source)
+            remark = remark_on(source, stored, precision, weights)
+            if remark is not None:
+                remarks[remark].add(stored)
+    for remark, types in remarks.items():
+        logger.info("weights stored as %s %s", ", ".join(sorted(types)), remark)
     return model.eval()
 
 
-def list_remarks(name: str, stored: str, precision: str, weights: Weights) -> set[str]:
-    """What a user should know of a matrix that is held in another precision than it is stored or asked for."""
-    is_dense = stored in DTYPE_NAMES.values()
-    remarks = set()
-    if weights == "stored" and not is_dense and precision != stored:
-        remarks.add(f"weights stored as {stored} have no kernel and are expanded to {precision}")
-    if weights in ROUNDED_WEIGHTS and not is_dense and precision.startswith("int"):
-        remarks.add(f"weights stored as {stored} are rounded a second time, to {precision}, which costs accuracy")
+def remark_on(name: str, stored: str, precision: str, weights: Weights) -> str | None:
+    """What a user should know of a matrix that is held in another precision than it is stored in or asked for."""
+    if stored not in DTYPE_NAMES.values():
+        if weights == "stored" and precision != stored:
+            return f"have no kernel and are expanded to {precision}"
+        if weights in ROUNDED_WEIGHTS and precision.startswith("int"):
+            return f"are rounded a second time, to {precision}, which costs accuracy"
     if weights == "int4" and precision == HEAD_SCHEME.describe() and name not in (EMBEDDING, HEAD):
-        remarks.add(f"matrices that groups of {ROUNDED_WEIGHTS['int4'].group_size} do not divide are {precision}")
-    return remarks
+        return f"are rounded to {precision} where groups do not divide them"
+    return None
 
 
 def join_alike(matrices: Sequence[Matrix]) -> list[Matrix]:

@@ -69,6 +69,7 @@ def command(
     from quantize.convert import Settings, convert, refuse_compressed
     from quantize.plan import list_default_rules, make_plan, parse_keep_rule
     from quantize.report import format_report
+    from quantize.writer import list_partials
 
     if calibration is not None and mode != "int4-gptq":
         raise UserError(f"mode {mode} reads no calibration text; use --mode int4-gptq or leave --calibration away")
@@ -81,7 +82,10 @@ def command(
     for line in plan.list_warnings():
         click.echo(f"warning: {line}", err=True)
     output = output or Path(name_output(path, mode, scheme))
-    with notice_interrupts(), show_progress(len(plan.rounded)) as advance:
+    if partials := list_partials(output):
+        names = ", ".join(map(str, partials))
+        click.echo(f"warning: an earlier run left {names}; remove it, unless that run still goes on", err=True)
+    with notice_signals(), show_progress(len(plan.rounded)) as advance:
         report = convert(source, output, plan, Settings(mode, scheme, calibration), advance)
     click.echo(format_report(report))
     click.echo(f'run it with: python generate.py --checkpoint "{output}"', err=True)
@@ -98,27 +102,29 @@ def command(
 
 
 @contextlib.contextmanager
-def notice_interrupts() -> Iterator[None]:
-    """Let Ctrl-C end the block as KeyboardInterrupt, also where it comes within a library that reports it as an error.
+def notice_signals() -> Iterator[None]:
+    """Let Ctrl-C end the block as KeyboardInterrupt and SIGTERM as SystemExit, so that it can clear up.
 
-    torch, called by safetensors, makes a ValueError of it.
+    Also where they come within a library that reports them as an error: torch, called by safetensors, makes a
+    ValueError of them.
     """
-    is_interrupted = False
+    ending: BaseException | None = None
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal is_interrupted
-        is_interrupted = True
-        signal.default_int_handler(number, frame)
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal ending
+        ending = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+        raise ending
 
-    previous = signal.signal(signal.SIGINT, interrupt)
+    previous = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
-    except Exception as error:  # of any class: what it is says nothing if Ctrl-C caused it
-        if is_interrupted:
-            raise KeyboardInterrupt from error
+    except Exception as error:  # of any class: what it is says nothing if a signal caused it
+        if ending is not None:
+            raise ending from error
         raise
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def choose_scheme(mode: Mode, group_size: str | None, symmetric: bool) -> WeightScheme:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,14 +17,14 @@ from gptfast.checkpoint.compressed_tensors import CONFIG_KEYS
 from gptfast.checkpoint.hf import HuggingFaceCheckpoint
 from gptfast.errors import CheckpointError, UserError
 from gptfast.files import read_json
-from gptfast.quantization import QuantizedWeight, WeightScheme
-from gptfast.rounding import round_to_nearest, slice_rows
+from gptfast.quantization import QuantizedWeight, WeightScheme, join_rows
+from gptfast.rounding import round_to_nearest
 from quantize.metadata import make_config, write_companions, write_json
 from quantize.names import get_hf_module, get_hf_name
 from quantize.packing import pack
 from quantize.plan import Plan, PlannedTensor
 from quantize.report import LayerReport, Report
-from quantize.writer import ShardWriter, check_disk_space, check_output, write_aside
+from quantize.writer import ShardWriter, check_disk_space, resolve_output, write_aside
 
 Mode = Literal["int8", "int4", "int4-hqq", "int4-gptq"]
 OnLayer = Callable[[str], None]
@@ -59,28 +59,28 @@ def refuse_compressed(checkpoint: Checkpoint) -> None:
 def convert(checkpoint: Checkpoint, output: Path, plan: Plan, settings: Settings, on_layer: OnLayer) -> Report:
     """Write the checkpoint as planned to the new directory `output`.
 
-    Matrices are read, rounded, packed and written one after the other. Beside what the file maps, memory holds one of
-    them in its source's form and in ours, and the shard that is being filled; with GPTQ a block of the model too.
+    Matrices are read, rounded, packed and written one after the other. Beside what the file maps, memory holds the
+    shard that is being filled and at most twice what the largest tensor takes in 16 bits, also where the source's
+    blocks have to be expanded to float32; with GPTQ what `iterate_gptq` names too.
 
-    `on_layer` is told the name of each matrix that is done. Raises UserError if `output` holds anything, if the disk
-    has no room, if a weight is not finite, or if the model cannot be described in Hugging Face's words. Whatever is
-    raised, `output` is then as it was.
+    `on_layer` is told the name of each matrix that is done. Raises UserError if `output` cannot be written or holds
+    anything, if the disk has no room, if a weight is not finite, or if the model cannot be described in Hugging Face's
+    words. Whatever is raised, `output` is then as it was.
     """
     start = time.perf_counter()
-    check_output(output)
+    target = resolve_output(output)
     sizes = plan.compute_stored_bytes()
-    check_disk_space(output, sum(sizes.values()))
+    check_disk_space(target, sum(sizes.values()))
     config = make_config(checkpoint, plan)
     errors: dict[str, float] = {}
-    with torch.inference_mode(), write_aside(output) as partial:
+    with torch.inference_mode(), write_aside(target) as partial:
         writer = ShardWriter(partial, sizes)
         for tensor in plan.dense:
             writer.add(get_hf_name(tensor.name), read_dense(checkpoint, tensor))
         for tensor, weight in round_matrices(checkpoint, plan, settings):
-            assert tensor.scheme is not None
-            errors[tensor.name] = measure_error(checkpoint.read(tensor.source), weight)
-            for end, packed in pack(weight, tensor.scheme).items():
-                writer.add(f"{get_hf_module(tensor.name)}.{end}", packed)
+            errors[tensor.name] = measure_error(iterate_matrix(checkpoint, tensor), weight)
+            write_matrix(writer, tensor, weight)
+            del weight  # else it would stand beside the next one
             on_layer(get_hf_module(tensor.name))
         writer.finish()
         write_companions(checkpoint, partial)
@@ -122,20 +122,21 @@ def read_dense(checkpoint: Checkpoint, tensor: PlannedTensor) -> Tensor:
     if stored is None or stored.dtype != tensor.dtype:
         stored = torch.empty(tensor.shape, dtype=tensor.dtype)
         checkpoint.read_into(tensor.source, stored)
+    check_tensor(checkpoint.path, tensor.source, stored, tensor.shape)
     check_numbers(checkpoint, tensor, stored)
     return stored.contiguous()
 
 
-def read_matrix(checkpoint: Checkpoint, tensor: PlannedTensor) -> Tensor:
-    """A matrix to be rounded, in the source's dtype or expanded to float32."""
-    matrix = checkpoint.read(tensor.source)
-    check_numbers(checkpoint, tensor, matrix)
-    return matrix
+def iterate_matrix(checkpoint: Checkpoint, tensor: PlannedTensor) -> Iterator[tuple[slice, Tensor]]:
+    """A matrix to be rounded in slices of its rows, in the source's dtype or expanded to float32."""
+    rows, columns = tensor.shape
+    for part, values in checkpoint.iterate_rows(tensor.source, (rows, columns)):
+        check_numbers(checkpoint, tensor, values)
+        yield part, values
 
 
 def check_numbers(checkpoint: Checkpoint, tensor: PlannedTensor, values: Tensor) -> None:
-    """Raise CheckpointError if the tensor is not of the config's shape or holds a number that is not finite."""
-    check_tensor(checkpoint.path, tensor.source, values, tensor.shape)
+    """Raise CheckpointError if some of the tensor's numbers are not finite."""
     if not all(map(torch.isfinite, torch.aminmax(values))):
         raise CheckpointError(
             f"tensor {tensor.source} in {checkpoint.path} holds NaN or infinite numbers; the file is damaged, "
@@ -150,20 +151,22 @@ def round_matrices(
     planned = {tensor.name: tensor for tensor in plan.rounded}
     if settings.mode == "int4-gptq":
         for tensor in plan.rounded:
-            read_matrix(checkpoint, tensor)
+            for _ in iterate_matrix(checkpoint, tensor):
+                pass  # it looks at the numbers, before the hours of work
         for name, weight in iterate_gptq_blocks(checkpoint, plan, settings):
             yield planned.pop(name), weight
     for tensor in planned.values():
-        yield tensor, round_matrix(read_matrix(checkpoint, tensor), tensor, settings)
+        parts = iterate_matrix(checkpoint, tensor)
+        yield tensor, join_rows([round_rows(values, tensor, settings) for _, values in parts])
 
 
-def round_matrix(weight: Tensor, tensor: PlannedTensor, settings: Settings) -> QuantizedWeight:
-    """Round one matrix (N, K) by itself."""
+def round_rows(weight: Tensor, tensor: PlannedTensor, settings: Settings) -> QuantizedWeight:
+    """Round some rows (R, K) of a matrix, each by itself."""
     assert tensor.scheme is not None
     if settings.mode == "int4-hqq" and tensor.scheme.bits == 4:
         from quantize.hqq import quantize_hqq
 
-        return quantize_hqq(weight, tensor.scheme)
+        return quantize_hqq(weight, tensor.scheme, name=tensor.source)
     return round_to_nearest(weight, tensor.scheme, name=tensor.source)
 
 
@@ -182,11 +185,18 @@ def iterate_gptq_blocks(
     return iterate_gptq(checkpoint, schemes.get, token_ids)
 
 
-def measure_error(weight: Tensor, rounded: QuantizedWeight) -> float:
-    """The Frobenius norm of what rounding changed, over that of the matrix; 0 for a matrix of zeros."""
+def write_matrix(writer: ShardWriter, tensor: PlannedTensor, weight: QuantizedWeight) -> None:
+    """Hand the matrix over as the format stores it."""
+    assert tensor.scheme is not None
+    for end, packed in pack(weight, tensor.scheme).items():
+        writer.add(f"{get_hf_module(tensor.name)}.{end}", packed)
+
+
+def measure_error(parts: Iterable[tuple[slice, Tensor]], rounded: QuantizedWeight) -> float:
+    """The Frobenius norm of what rounding changed, over that of the matrix in these parts; 0 for a matrix of zeros."""
     changed = total = 0.0
-    for rows in slice_rows(weight):
-        exact = weight[rows].float()
+    for rows, values in parts:
+        exact = values.float()
         total += float(exact.square().sum(dtype=torch.float64))
         changed += float((rounded.select_rows(rows).dequantize() - exact).square().sum(dtype=torch.float64))
     return math.sqrt(changed / total) if total else 0.0

@@ -42,13 +42,18 @@ def iterate_gptq(checkpoint: Checkpoint, choose_scheme: ChooseScheme, token_ids:
     float32, the second moment of one layer's inputs and what `factorize` makes of it. Raises UserError as `factorize`
     and `gptfast.rounding.round_to_nearest` do.
     """
-    table = checkpoint.read(EMBEDDING if EMBEDDING in checkpoint.names() else HEAD)
-    rows = max(1, TOKENS_AT_ONCE // token_ids.shape[1])
-    batches = [F.embedding(ids, table).float() for ids in torch.split(token_ids, rows)]
+    batches = embed(checkpoint, token_ids)
     for layer in range(checkpoint.config.n_layers):
         block = CalibratedBlock(checkpoint, layer, choose_scheme, batches)
         yield from block.round()
         batches = block.batches
+
+
+def embed(checkpoint: Checkpoint, token_ids: Tensor) -> list[Tensor]:
+    """What the first block reads (A, S, E) float32, for all of the token ids (B, S)."""
+    table = checkpoint.read(EMBEDDING if EMBEDDING in checkpoint.names() else HEAD)
+    rows = max(1, TOKENS_AT_ONCE // token_ids.shape[1])
+    return [F.embedding(ids, table).float() for ids in torch.split(token_ids, rows)]
 
 
 class CalibratedBlock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import secrets
@@ -17,6 +18,8 @@ from gptfast.errors import UserError
 
 SHARD_BYTES = 1_000_000_000
 """A shard is held in memory until it is whole; it has more bytes only if a single tensor has."""
+PARTIAL_MARK = ".partial-"
+"""Between the output's name and a random one, while a directory is not whole."""
 SPARE_BYTES = 64 << 20
 """Room for what is written beside the weights: the tokenizer, the index, the config."""
 
@@ -29,32 +32,57 @@ class WriteError(UserError):
 def write_aside(output: Path) -> Iterator[Path]:
     """Yield a new directory beside `output` that takes its name if the block succeeds, else is removed.
 
-    A killed run leaves the new directory behind under its temporary name. Raises WriteError if `output` holds
-    anything.
+    A killed run leaves the new directory behind under its temporary name, see `list_partials`. Raises WriteError where
+    `resolve_output` does, and if a directory that is whole cannot take the name; then it is kept.
     """
-    check_output(output)
-    partial = output.parent / f"{output.name}.partial-{secrets.token_hex(4)}"
+    output = resolve_output(output)
+    partial = output.parent / f"{output.name}{PARTIAL_MARK}{secrets.token_hex(4)}"
     try:
         partial.mkdir()
         yield partial
         for file in partial.iterdir():
             synchronize(file)
         synchronize(partial)
-        partial.rename(output)
-        synchronize(output.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    try:
+        partial.rename(output)
+    except OSError as error:
+        raise WriteError(
+            f"{output} cannot be replaced ({error.strerror}); the checkpoint is whole, it lies in {partial}"
+        ) from error
+    synchronize(output.parent)
 
 
-def check_output(output: Path) -> None:
-    """Raise WriteError unless `output` is a new or empty directory."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+def resolve_output(output: Path) -> Path:
+    """Where `output` lies once links are followed.
+
+    Raises WriteError unless a directory can be renamed to that: it must be new, or empty and neither the current
+    directory nor a mount point.
+    """
+    target = Path(os.path.realpath(output))
+    if target.is_symlink():
+        raise WriteError(f"{output} is a link that leads back to itself; give another --output")
+    if not target.exists():
+        return target
+    if not target.is_dir() or any(target.iterdir()):
         raise WriteError(f"{output} is already there and not empty; give another --output or remove it")
+    if target == Path(os.path.realpath(os.curdir)) or os.path.ismount(target):
+        raise WriteError(
+            f"{output} is the current directory or a mount point, which cannot be replaced; give an --output within it"
+        )
+    return target
+
+
+def list_partials(output: Path) -> list[Path]:
+    """What runs that were killed, or still go on, have written for the same output."""
+    target = Path(os.path.realpath(output))
+    return sorted(target.parent.glob(f"{glob.escape(target.name)}{PARTIAL_MARK}*"))
 
 
 def check_disk_space(output: Path, needed_bytes: int) -> None:
-    """Raise WriteError if a checkpoint with so many bytes of weights has no room beside `output`."""
+    """Raise WriteError if a checkpoint with so many bytes of weights has no room beside `output`, without links."""
     free_bytes = shutil.disk_usage(output.parent).free
     if free_bytes < needed_bytes + SPARE_BYTES:
         raise WriteError(

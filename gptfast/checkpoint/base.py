@@ -23,8 +23,8 @@ from gptfast.tokenizer import Tokenizer
 
 ROTARY_PROJECTIONS = ("wq", "wk")
 """The modules whose rows some layouts store with the rotary pairs interleaved."""
-EXPANDED_AT_ONCE = 1 << 23
-"""Elements: bounds the float32 copy that expanding a quantized matrix makes beside the finished weights."""
+EXPANDED_AT_ONCE = 1 << 20
+"""Elements: bounds the float32 copies that expanding a quantized matrix makes beside the finished weights."""
 DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -63,6 +63,16 @@ class Checkpoint(abc.ABC):
         tensor = self.read(name)
         check_tensor(self.path, name, tensor, tuple(out.shape))
         out.copy_(tensor)
+
+    def iterate_rows(self, name: str, shape: tuple[int, int]) -> Iterator[tuple[slice, Tensor]]:
+        """The matrix as `read` returns it, in slices of its rows: one that is expanded never stands there whole.
+
+        Raises CheckpointError where `read` does, and if the matrix is not of that shape.
+        """
+        matrix = self.read(name)
+        check_tensor(self.path, name, matrix, shape)
+        for rows in split_rows(shape):
+            yield rows, matrix[rows]
 
     def read_quantized(self, name: str) -> QuantizedWeight | None:
         """The matrix as the file stores it, its rows in the order of `read`.

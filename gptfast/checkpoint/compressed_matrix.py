@@ -157,12 +157,12 @@ def _read_zeros(parts: StoredParts, scheme: StoredScheme, rows: int, groups: int
 def _check_order(parts: StoredParts, columns: int, group_size: int) -> None:
     """Raise CheckpointError if the columns of a group are not consecutive.
 
-    -1 stands for an order that was never made.
+    -1 in all places stands for an order that was never made.
     """
     if parts.find(f"{parts.module}.weight_g_idx") is None:
         return
     groups = parts.get("weight_g_idx", (columns,), torch.int32, torch.int64)
-    if not torch.equal(groups, torch.arange(columns, dtype=groups.dtype) // group_size) and not (groups == -1).any():
+    if not torch.equal(groups, torch.arange(columns, dtype=groups.dtype) // group_size) and not (groups == -1).all():
         raise CheckpointError(
             f"tensor {parts.module}.weight_g_idx in {parts.path} orders the columns by activation, which is not "
             "supported; quantize the model again with actorder 'weight' instead of 'group'"

@@ -121,13 +121,19 @@ class GgufCheckpoint(Checkpoint):
 
     def read_into(self, name: str, out: Tensor) -> None:
         """See `Checkpoint.read_into`; a slice of rows stands beside `out` at a time."""
-        stored = self._tensors[name]
-        if stored.type in DENSE_DTYPES:
+        if self._tensors[name].type in DENSE_DTYPES:
             super().read_into(name, out)
             return
         self._check_shape(name, tuple(out.shape))
         for rows, values in self._dequantize(self.read_blocks(name)):
             out[rows] = values
+
+    def iterate_rows(self, name: str, shape: tuple[int, int]) -> Iterator[tuple[slice, Tensor]]:
+        """See `Checkpoint.iterate_rows`."""
+        if self._tensors[name].type in DENSE_DTYPES:
+            return super().iterate_rows(name, shape)
+        self._check_shape(name, shape)
+        return self._dequantize(self.read_blocks(name))
 
     def read_quantized(self, name: str) -> QuantizedWeight | None:
         """See `Checkpoint.read_quantized`."""

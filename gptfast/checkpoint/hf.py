@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import safetensors
@@ -95,6 +96,14 @@ class HuggingFaceCheckpoint(Checkpoint):
         check_tensor(self.path, name, torch.empty(matrix.shape, device="meta"), tuple(out.shape))
         for rows in split_rows(matrix.shape):
             out[rows] = matrix.read_rows(rows).dequantize()
+
+    def iterate_rows(self, name: str, shape: tuple[int, int]) -> Iterator[tuple[slice, Tensor]]:
+        """See `Checkpoint.iterate_rows`."""
+        if name not in self._compressed:
+            return super().iterate_rows(name, shape)
+        matrix = self._open_matrix(name)
+        check_tensor(self.path, name, torch.empty(matrix.shape, device="meta"), shape)
+        return ((rows, matrix.read_rows(rows).dequantize()) for rows in split_rows(shape))
 
     def read_quantized(self, name: str) -> QuantizedWeight | None:
         """See `Checkpoint.read_quantized`."""

@@ -20,7 +20,7 @@ from gptfast.cpu import describe_cpu
 logger = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent / "cpu"
-FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-std=c++20", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 NATIVE_FLAGS = ("-march=native",)
 LIBRARY = "gptfast"
 BUILD_S = 30
@@ -127,6 +127,7 @@ def build_and_load(library: Path, name: str, machine_flags: Sequence[str]) -> No
                 name,
                 [str(source) for source in list_sources("*.cpp")],
                 extra_cflags=[*FLAGS, *machine_flags, f"-DGPTFAST_LIBRARY={name}"],
+                extra_ldflags=["-fopenmp"],
                 build_directory=str(partial),
                 is_python_module=False,
             )

@@ -397,6 +397,7 @@ def test_a_dense_module_that_a_group_targets_is_named(directory: Path) -> None:
         ("weight_zero_point", torch.zeros(64, 2, dtype=torch.int8), ["[64, 2]", "[8, 2]"]),
         ("weight_zero_point", torch.zeros(8, 2, dtype=torch.int8), ["int8"]),
         ("weight_g_idx", torch.arange(64, dtype=torch.int32) % 2, ["actorder"]),
+        ("weight_g_idx", torch.arange(64, dtype=torch.int32) % 2 - 1, ["actorder"]),
         ("weight_g_idx", torch.zeros(32, dtype=torch.int32), ["[32]"]),
     ],
 )

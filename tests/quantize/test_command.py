@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gptfast.checkpoint import open_checkpoint
-from quantize.cli import name_output, notice_interrupts, show_progress
+from quantize.cli import name_output, notice_signals, show_progress
 from quantize.convert import Mode
 from quantize.plan import WeightScheme
 from tests.quantize.conftest import Quantizer
@@ -138,6 +138,29 @@ def test_an_output_that_is_already_there_is_not_touched(quantizer: Quantizer, mo
     assert snapshot(tmp_path) == {"out/mine": b"mine"}
 
 
+def test_an_output_that_cannot_be_replaced_is_refused_before_any_work(
+    quantizer: Quantizer, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "turn").symlink_to("turn")
+    for output, words in ((".", "current directory"), (tmp_path, "not empty"), ("turn", "leads back to itself")):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.MonkeyPatch.context() as patch:
+            if output == ".":
+                patch.chdir(tmp_path / "empty")
+            outcome = quantizer("--mode", "int4", "--checkpoint", model, "--output", output)
+        outcome.assert_refused(words)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["empty", "turn"]
+
+
+def test_what_a_killed_run_left_is_mentioned(quantizer: Quantizer, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.partial-1234").mkdir()
+    outcome = quantizer("--mode", "int8", "--checkpoint", model, "--output", "out")
+    assert outcome.exit_code == 0
+    [line] = [line for line in outcome.stderr.splitlines() if "out.partial-1234" in line]
+    assert line.startswith("warning: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.partial-1234"]
+
+
 def test_what_was_written_is_not_rounded_again(quantizer: Quantizer, model: Path) -> None:
     quantizer("--mode", "int8", "--checkpoint", model, "--output", "out")
     quantizer("--mode", "int4", "--checkpoint", "out").assert_refused("already", "made from")
@@ -192,7 +215,9 @@ def slow_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_hf(tmp_path_factory.mktemp("slow") / "in", random_weights(config), config, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
 def test_a_stopped_run_leaves_nothing_that_opens(
     sent: signal.Signals, code: int, slow_source: Path, tmp_path: Path
 ) -> None:
@@ -206,7 +231,7 @@ def test_a_stopped_run_leaves_nothing_that_opens(
     assert stdout == ""
     assert "Traceback" not in stderr
     left = list(tmp_path.iterdir())
-    assert (left == []) == (sent == signal.SIGINT)
+    assert (left == []) == (sent != signal.SIGKILL)
     for path in left:
         assert path.name.startswith("out.partial-")
         assert not (path / "config.json").exists()
@@ -222,10 +247,10 @@ def test_an_interrupt_that_a_library_takes_for_its_own_error_is_still_one() -> N
         except KeyboardInterrupt:
             raise ValueError("could not determine the shape") from None
 
-    with pytest.raises(KeyboardInterrupt), notice_interrupts():
+    with pytest.raises(KeyboardInterrupt), notice_signals():
         interrupt_library()
     assert signal.getsignal(signal.SIGINT) is handler
-    with pytest.raises(ValueError, match="other"), notice_interrupts():
+    with pytest.raises(ValueError, match="other"), notice_signals():
         raise ValueError("other")
 
 

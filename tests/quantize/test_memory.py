@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from gptfast.config import ModelConfig
 from quantize.hf_config import make_hf_config
 from tests.reference.checkpoints import hf_name, write_json
 from tests.reference.families import FAMILIES, tensor_shapes
+from tests.reference.gguf_files import write_gguf
 from tests.reference.sessions import run_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -33,13 +35,13 @@ def read_anonymous_bytes():
     return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
 def run(source, output):
-    scheme = WeightScheme(4, 32)
+    scheme = WeightScheme(8, None) if mode == "int8" else WeightScheme(4, 32)
     checkpoint = open_checkpoint(Path(source))
     plan = make_plan(checkpoint, scheme, list_default_rules(scheme))
-    convert(checkpoint, Path(output), plan, Settings("int4", scheme), lambda name: None)
+    convert(checkpoint, Path(output), plan, Settings(mode, scheme), lambda name: None)
 
 torch.set_num_threads(1)
-small, source, output, shard_bytes = sys.argv[1:]
+small, source, output, shard_bytes, mode = sys.argv[1:]
 writer.SHARD_BYTES = int(shard_bytes)
 run(small, output + "-small")  # imports what is imported late
 before = peak = read_anonymous_bytes()
@@ -60,6 +62,9 @@ print(json.dumps({"above_imports_bytes": peak - before}))
 """
 
 
+WriteSource = Callable[[Path, ModelConfig], Path]
+
+
 def write_model(directory: Path, config: ModelConfig) -> Path:
     """A bfloat16 checkpoint of many small random numbers that repeat, so that it is made quickly."""
     directory.mkdir()
@@ -73,10 +78,25 @@ def write_model(directory: Path, config: ModelConfig) -> Path:
     return directory
 
 
-def measure(tmp_path: Path, config: ModelConfig, shard_bytes: int) -> int:
-    small = write_model(tmp_path / "small", FAMILIES["llama-tied"])
-    source = write_model(tmp_path / "in", config)
-    outcome = run_process("-c", SCRIPT, small, source, tmp_path / "out", shard_bytes)
+def write_blocks(directory: Path, config: ModelConfig) -> Path:
+    """The default model's kinds of blocks, of small random numbers that repeat."""
+    path = directory.with_suffix(".gguf")
+    numbers = torch.randn(1 << 16)
+    weights = {
+        name: numbers.repeat(math.prod(shape) // len(numbers) + 1)[: math.prod(shape)].view(shape)
+        for name, shape in tensor_shapes(config).items()
+    }
+    types = dict.fromkeys(weights, "Q4_1") | {"tok_embeddings.weight": "Q8_0"}
+    write_gguf(path, weights, config, types=types)
+    return path
+
+
+def measure(
+    tmp_path: Path, config: ModelConfig, shard_bytes: int, mode: str = "int4", write: WriteSource = write_model
+) -> int:
+    small = write(tmp_path / "small", FAMILIES["llama-tied"])
+    source = write(tmp_path / "in", config)
+    outcome = run_process("-c", SCRIPT, small, source, tmp_path / "out", shard_bytes, mode)
     assert outcome.exit_code == 0, outcome.stderr
     above: int = outcome.json["above_imports_bytes"]
     return above
@@ -87,6 +107,13 @@ def test_memory_stays_below_two_of_the_largest_tensor_and_a_shard(tmp_path: Path
     largest_bytes, shard_bytes = 2 * config.vocab_size * config.dim, 20_000_000
     bound = 2 * largest_bytes + shard_bytes
     assert measure(tmp_path, config, shard_bytes) < bound
+
+
+@pytest.mark.parametrize("mode", ["int4", "int4-hqq", "int8"])
+def test_blocks_that_have_to_be_expanded_take_no_more(mode: str, tmp_path: Path) -> None:
+    config = replace(FAMILIES["llama-tied"], dim=512, head_dim=64, ffn_dim=1024, n_layers=2, vocab_size=32_768)
+    largest_bytes, shard_bytes = 2 * config.vocab_size * config.dim, 10_000_000
+    assert measure(tmp_path, config, shard_bytes, mode, write_blocks) < 2 * largest_bytes + shard_bytes
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from quantize import writer
-from quantize.writer import ShardWriter, WriteError, assign_shards, check_disk_space, write_aside
+from quantize.writer import (
+    ShardWriter,
+    WriteError,
+    assign_shards,
+    check_disk_space,
+    list_partials,
+    resolve_output,
+    write_aside,
+)
 
 
 def test_the_output_appears_with_all_that_was_written(tmp_path: Path) -> None:
@@ -49,6 +58,45 @@ def test_a_file_in_the_place_of_the_output_is_not_touched(tmp_path: Path) -> Non
     with pytest.raises(WriteError, match="already there"), write_aside(tmp_path / "out"):
         pass
     assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_a_link_is_followed_to_the_directory_that_is_written(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "empty").symlink_to("other")
+    (tmp_path / "new").symlink_to("missing")
+    for name, written in (("empty", "other"), ("new", "missing")):
+        with write_aside(tmp_path / name) as partial:
+            (partial / "a").write_text("1")
+        assert (tmp_path / written / "a").read_text() == "1"
+        assert (tmp_path / name).is_symlink()
+
+
+def test_a_mount_point_is_refused() -> None:
+    empty = [path for path in list_mount_points() if not any(path.iterdir())]
+    if not empty:
+        pytest.skip("no empty directory is a mount point here")
+    with pytest.raises(WriteError, match="mount point"):
+        resolve_output(empty[0])
+
+
+def test_what_cannot_be_renamed_is_kept(tmp_path: Path) -> None:
+    def write() -> None:
+        with write_aside(tmp_path / "out") as partial:
+            (partial / "a").write_text("1")
+            (tmp_path / "out").write_text("came meanwhile")
+
+    with pytest.raises(WriteError, match="the checkpoint is whole") as raised:
+        write()
+    [partial] = list_partials(tmp_path / "out")
+    assert str(partial) in str(raised.value)
+    assert (partial / "a").read_text() == "1"
+
+
+def list_mount_points() -> list[Path]:
+    """Directories that a file system is mounted at and that can be looked into."""
+    lines = Path("/proc/mounts").read_text().splitlines() if Path("/proc/mounts").exists() else []
+    paths = [Path(line.split()[1]) for line in lines]
+    return [path for path in paths if path.is_dir() and os.access(path, os.R_OK)]
 
 
 def test_a_disk_without_room_is_noticed_before(tmp_path: Path) -> None:

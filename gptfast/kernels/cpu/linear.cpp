@@ -1,5 +1,6 @@
 // Products with packed matrices: `linear`, and `embedding`, which looks up rows of one.
 #include <ATen/Parallel.h>  // get_num_threads
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -20,7 +21,9 @@ using StripProduct = void (*)(const Layout&, const uint8_t*, const Reading&, con
 // Beyond this many rows of inputs, weights are expanded a slice at a time for the library's product, which is faster
 // there; rounded inputs have no such limit.
 constexpr int64_t MOST_EXACT_ROWS = 16;
-constexpr int64_t EXPANDED_BYTES = 4 << 20;
+constexpr int64_t EXPANDED_BYTES = 1 << 20;
+constexpr int64_t LEAST_EXPANDED_STRIPS = 4;
+constexpr int64_t MOST_EXPANDED_STRIPS = 32;
 // Blocks of inputs that one thread prepares alone, and that a piece has where several do: 10 to 30 ns each.
 constexpr int64_t ALONE_BLOCKS = 128;
 constexpr int64_t BLOCKS_AT_ONCE = 16;
@@ -178,26 +181,34 @@ void expand_strip(const Layout& layout, const uint8_t* strip, T* target, int64_t
   }
 }
 
-// The same product for many rows: a slice of the matrix at a time is expanded and given to the library.
+// The same product for many rows: every thread expands a slice of the matrix at a time and gives it to the library.
 template <class T>
-void multiply_expanded(const Layout& layout, const uint8_t* packed, const at::Tensor& x, const at::Tensor& bias,
-                       at::Tensor& y) {
-  const int64_t strip_count = layout.strips;
-  const int64_t at_once =
-      std::clamp<int64_t>(EXPANDED_BYTES / (layout.columns * STRIP * int64_t(sizeof(T))), 1, strip_count);
-  at::Tensor slice = at::empty({layout.columns, at_once * STRIP}, x.options());
-  for (int64_t start = 0; start < strip_count; start += at_once) {
-    const int64_t end = std::min(start + at_once, strip_count);
-    T* target = slice.mutable_data_ptr<T>();
-    Team::get().run(end - start, at::get_num_threads(), [&](int64_t index) {
-      const uint8_t* strip = packed + HEADER_BYTES + (start + index) * layout.strip_bytes;
-      expand_strip(layout, strip, target + index * STRIP, at_once * STRIP);
-    });
-    const int64_t n = start * STRIP, count = std::min(end * STRIP, layout.rows) - n;
-    at::Tensor part = at::mm(x, slice.narrow(1, 0, count));
-    if (bias.defined()) part += bias.narrow(0, n, count);
-    y.narrow(1, n, count).copy_(part);
-  }
+void multiply_expanded(const Layout& layout, const uint8_t* packed, const at::Tensor& x, const float* bias, T* y) {
+  const int threads = at::get_num_threads();
+  const int64_t strip_elements = layout.columns * STRIP;
+  const int64_t strips_at_once = std::clamp<int64_t>(EXPANDED_BYTES / (strip_elements * int64_t(sizeof(T))),
+                                                     LEAST_EXPANDED_STRIPS, MOST_EXPANDED_STRIPS);
+  // A product within a thread of ours is not to be shared with the library's own.
+  at::set_num_threads(1);
+  Team::get().run((layout.strips + strips_at_once - 1) / strips_at_once, threads, [&](int64_t piece) {
+    at::AutoDispatchBelowAutograd guard;
+    const int64_t start = piece * strips_at_once, end = std::min(start + strips_at_once, layout.strips);
+    const int64_t n = start * STRIP, count = std::min(end * STRIP, layout.rows) - n, width = (end - start) * STRIP;
+    at::Tensor slice = at::empty({layout.columns, width}, x.options());
+    for (int64_t strip = start; strip < end; ++strip) {
+      const uint8_t* source = packed + HEADER_BYTES + strip * layout.strip_bytes;
+      expand_strip(layout, source, slice.mutable_data_ptr<T>() + (strip - start) * STRIP, width);
+    }
+    const at::Tensor product = at::mm(x, slice);
+    const T* sums = product.const_data_ptr<T>();
+    for (int64_t m = 0; m < x.size(0); ++m) {
+      for (int64_t i = 0; i < count; ++i) {
+        const float sum = sums[m * width + i];
+        y[m * layout.rows + n + i] = T(bias ? sum + bias[n + i] : sum);
+      }
+    }
+  });
+  at::set_num_threads(threads);
 }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
@@ -220,12 +231,16 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
   rounds_inputs = rounds_inputs && layout.is_quantized;
   const bool is_float = x.scalar_type() == at::kFloat;
   if (rows > MOST_EXACT_ROWS && !rounds_inputs) {
-    at::Tensor matrix = input.view({rows, layout.columns}), result = y.view({rows, layout.rows});
+    const at::Tensor matrix = input.view({rows, layout.columns});
     // The library multiplies bfloat16 with sums in float32, so of such weights nothing is lost.
-    if (!is_float && layout.codes == Codes::BFLOAT16) {
-      multiply_expanded<at::BFloat16>(layout, data, matrix, bias_values, result);
+    if (is_float) {
+      multiply_expanded(layout, data, matrix, bias_data, y.mutable_data_ptr<float>());
+    } else if (layout.codes == Codes::BFLOAT16) {
+      multiply_expanded(layout, data, matrix, bias_data, y.mutable_data_ptr<at::BFloat16>());
     } else {
-      multiply_expanded<float>(layout, data, matrix.to(at::kFloat), bias_values, result);
+      at::Tensor exact = at::empty({rows, layout.rows}, matrix.options().dtype(at::kFloat));
+      multiply_expanded(layout, data, matrix.to(at::kFloat), bias_data, exact.mutable_data_ptr<float>());
+      return exact.to(at::kBFloat16).view(shape);
     }
   } else if (is_float) {
     multiply_strips(layout, data, input.const_data_ptr<float>(), rows, bias_data, y.mutable_data_ptr<float>(),

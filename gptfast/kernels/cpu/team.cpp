@@ -1,5 +1,6 @@
 #include "team.h"
 
+#include <omp.h>
 #include <pthread.h>
 #include <signal.h>
 
@@ -94,6 +95,7 @@ void Team::fetch_ahead() {
 }
 
 void Team::serve(int number) {
+  omp_set_num_threads(1);  // of the libraries that a piece may call
   auto last_work = std::chrono::steady_clock::now();
   while (true) {
     const int wanted = wanted_.load(std::memory_order_relaxed);
