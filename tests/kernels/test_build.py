@@ -159,7 +159,7 @@ def test_every_kind_of_machine_has_its_code(machine: str, cache: Path, monkeypat
         pytest.skip(f"{machine} code: compiled, not run here")
     if machine == next(name for name, others in MACHINES.items() if can_run(others)):
         pytest.skip("this is the machine's own code, which all other tests run")
-    monkeypatch.setattr(build, "FLAGS", ("-O0", "-fopenmp"))
+    monkeypatch.setattr(build, "FLAGS", ("-std=c++20", "-O0", "-fopenmp"))
     monkeypatch.setenv("GPTFAST_CACHE", str(cache))
     check_that_it_computes(f"plain_{machine}", flags)
 
