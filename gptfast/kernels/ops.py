@@ -61,7 +61,7 @@ def linear(
     """Activations (..., K) in float32 or bfloat16 times a packed matrix (N, K), plus the bias: (..., N) in x's dtype.
 
     With `rounds_inputs` and a quantized matrix, x is rounded to int8 in groups of 32, and sums within a group are of
-    integers; else weights take part with the values that they have. Sums are in float32. Up to 16 rows, or with
+    integers; else weights take part with the values that they have. Sums are in float32. Up to 32 rows, or with
     `rounds_inputs` any number, a row's result does not depend on the rows beside it.
     """
     result: Tensor = torch.ops.gptfast.linear.default(x, packed, bias, out_features, rounds_inputs)

@@ -20,7 +20,7 @@ using StripProduct = void (*)(const Layout&, const uint8_t*, const Reading&, con
 
 // Beyond this many rows of inputs, weights are expanded a slice at a time for the library's product, which is faster
 // there; rounded inputs have no such limit.
-constexpr int64_t MOST_EXACT_ROWS = 16;
+constexpr int64_t MOST_EXACT_ROWS = 32;
 constexpr int64_t EXPANDED_BYTES = 1 << 20;
 constexpr int64_t LEAST_EXPANDED_STRIPS = 4;
 constexpr int64_t MOST_EXPANDED_STRIPS = 32;
@@ -144,6 +144,10 @@ void expand_strip(const Layout& layout, const uint8_t* strip, T* target, int64_t
     for (int64_t b = 0; b < layout.blocks; ++b, block += get_block_bytes(CODES)) {
       const int64_t count = std::min<int64_t>(BLOCK, layout.columns - b * BLOCK);
       for (int64_t k = 0; k < count; ++k) {
+        if constexpr (CODES == Codes::BFLOAT16 && std::is_same_v<T, at::BFloat16>) {
+          std::memcpy(target + (b * BLOCK + k) * stride, block + k * STRIP * 2, STRIP * 2);
+          continue;
+        }
         for (int part = 0; part < PARTS; ++part) {
           store_as(target + (b * BLOCK + k) * stride + part * W, load_weights<CODES>(block, k, part));
         }
