@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from gptfast.checkpoint.base import DTYPE_NAMES, Checkpoint, check_tensor
+from gptfast.checkpoint.base import DENSE_DTYPES, Checkpoint, check_finite, check_tensor
 from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.errors import CheckpointError
 from gptfast.kernels import ops
@@ -102,7 +102,7 @@ def load_model(
 
 def remark_on(name: str, stored: str, precision: str, weights: Weights) -> str | None:
     """What a user should know of a matrix that is held in another precision than it is stored in or asked for."""
-    if stored not in DTYPE_NAMES.values():
+    if stored not in DENSE_DTYPES:
         if weights == "stored" and precision != stored:
             return f"have no kernel and are expanded to {precision}"
         if weights in ROUNDED_WEIGHTS and precision.startswith("int"):
@@ -142,8 +142,8 @@ def pack_matrix(matrix: Matrix) -> PackedMatrix:
     return PackedMatrix(pack(weight), (rows, columns), precision)
 
 
-def choose_scheme(checkpoint: Checkpoint, name: str, weights: Weights) -> WeightScheme | None:
-    """How a matrix is rounded in memory; None if it is not, as an embedding that only rows are read of.
+def choose_scheme(checkpoint: Checkpoint, name: str, columns: int, weights: Weights) -> WeightScheme | None:
+    """How a matrix of so many columns is rounded in memory; None if it is not, as an embedding only rows are read of.
 
     One that groups do not divide has 8 bits and a scale per channel.
     """
@@ -153,7 +153,7 @@ def choose_scheme(checkpoint: Checkpoint, name: str, weights: Weights) -> Weight
         return HEAD_SCHEME
     if name == EMBEDDING:
         return None
-    scheme, columns = ROUNDED_WEIGHTS[weights], list_tensor_shapes(checkpoint.config)[name][1]
+    scheme = ROUNDED_WEIGHTS[weights]
     return HEAD_SCHEME if columns % (scheme.group_size or 1) else scheme
 
 
@@ -161,17 +161,16 @@ def _read_matrix(
     checkpoint: Checkpoint, source: str, shape: tuple[int, ...], dtype: torch.dtype, weights: Weights
 ) -> Matrix:
     """The matrix in the precision that `weights` asks for, as a view of the file where it lies there so."""
-    scheme = choose_scheme(checkpoint, source, weights)
+    scheme = choose_scheme(checkpoint, source, shape[1], weights)
     if scheme is not None:
         return checkpoint.read_rounded(source, scheme), scheme.describe()
     stored = checkpoint.describe_type(source)
     if weights not in DENSE_WEIGHTS:
         quantized = checkpoint.read_quantized(source)
         if quantized is not None and can_pack(quantized):
-            check_finite(checkpoint, source, quantized.scales)
+            check_finite(checkpoint.path, source, quantized.scales)
             return quantized, stored
-        if stored in DTYPE_NAMES.values():
-            dtype = next(each for each, name in DTYPE_NAMES.items() if name == stored)
+        dtype = DENSE_DTYPES.get(stored, dtype)
     else:
         dtype = DENSE_WEIGHTS[weights]
     dense = _read_dense(checkpoint, {source: shape}, torch.Size(shape), torch.device("cpu"), dtype)
@@ -181,16 +180,16 @@ def _read_matrix(
 def estimate_weight_bytes(checkpoint: Checkpoint, weights: Weights, dtype: torch.dtype, device: torch.device) -> int:
     """About how much memory `load_model` will take for the weights."""
     packs = device.type == "cpu" and ops.has_cpu_kernels()
-    bits = 0.0
+    bits, names = 0.0, checkpoint.names()
     for name, shape in list_tensor_shapes(checkpoint.config).items():
         each = 8.0 * dtype.itemsize
         if packs and len(shape) == 2:
-            scheme = choose_scheme(checkpoint, name, weights)
+            scheme = choose_scheme(checkpoint, name, shape[1], weights)
             if scheme is not None:
                 each = 8 if scheme.bits == 8 else STORED_BITS["int4"]
             elif weights in DENSE_WEIGHTS:
                 each = 8.0 * DENSE_WEIGHTS[weights].itemsize
-            elif name in checkpoint.names():
+            elif name in names:
                 each = STORED_BITS.get(checkpoint.describe_type(name).split()[0], each)
         bits += math.prod(shape) * each
     return int(bits / 8)
@@ -259,19 +258,11 @@ def _read_dense(
         view = checkpoint.view(source)
         if view is not None and view.dtype == dtype:
             check_tensor(checkpoint.path, source, view, tuple(shape))
-            check_finite(checkpoint, source, view)
+            check_finite(checkpoint.path, source, view)
             return view.contiguous()
     weight = torch.empty(shape, dtype=dtype, device=device)
     parts = torch.split(weight, [source_shape[0] for source_shape in sources.values()])
     for source, part in zip(sources, parts, strict=True):
         checkpoint.read_into(source, part)
-        check_finite(checkpoint, source, part)
+        check_finite(checkpoint.path, source, part)
     return weight
-
-
-def check_finite(checkpoint: Checkpoint, name: str, values: Tensor) -> None:
-    """Raise CheckpointError for NaN or infinite weights, of which every token would be the first one."""
-    if not all(map(torch.isfinite, torch.aminmax(values))):
-        raise CheckpointError(
-            f"tensor {name} in {checkpoint.path} holds NaN or infinite numbers; it is damaged, so download it again"
-        )

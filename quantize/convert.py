@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gptfast.checkpoint.base import Checkpoint, check_tensor
+from gptfast.checkpoint.base import Checkpoint, check_finite, check_tensor
 from gptfast.checkpoint.compressed_tensors import CONFIG_KEYS
 from gptfast.checkpoint.hf import HuggingFaceCheckpoint
-from gptfast.errors import CheckpointError, UserError
+from gptfast.errors import UserError
 from gptfast.files import read_json
 from gptfast.quantization import QuantizedWeight, WeightScheme, join_rows
 from gptfast.rounding import round_to_nearest
@@ -123,7 +123,7 @@ def read_dense(checkpoint: Checkpoint, tensor: PlannedTensor) -> Tensor:
         stored = torch.empty(tensor.shape, dtype=tensor.dtype)
         checkpoint.read_into(tensor.source, stored)
     check_tensor(checkpoint.path, tensor.source, stored, tensor.shape)
-    check_numbers(checkpoint, tensor, stored)
+    check_finite(checkpoint.path, tensor.source, stored)
     return stored.contiguous()
 
 
@@ -131,17 +131,8 @@ def iterate_matrix(checkpoint: Checkpoint, tensor: PlannedTensor) -> Iterator[tu
     """A matrix to be rounded in slices of its rows, in the source's dtype or expanded to float32."""
     rows, columns = tensor.shape
     for part, values in checkpoint.iterate_rows(tensor.source, (rows, columns)):
-        check_numbers(checkpoint, tensor, values)
+        check_finite(checkpoint.path, tensor.source, values)
         yield part, values
-
-
-def check_numbers(checkpoint: Checkpoint, tensor: PlannedTensor, values: Tensor) -> None:
-    """Raise CheckpointError if some of the tensor's numbers are not finite."""
-    if not all(map(torch.isfinite, torch.aminmax(values))):
-        raise CheckpointError(
-            f"tensor {tensor.source} in {checkpoint.path} holds NaN or infinite numbers; the file is damaged, "
-            "so download it again"
-        )
 
 
 def round_matrices(

@@ -9,17 +9,18 @@ from dataclasses import dataclass
 
 import torch
 
-from gptfast.checkpoint.base import Checkpoint
+from gptfast.checkpoint.base import DENSE_DTYPES, Checkpoint
 from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.errors import UserError
 from gptfast.loading import EMBEDDING, HEAD, check_names
+from gptfast.model import describe_dtype
 from gptfast.quantization import WeightScheme
 from quantize.names import get_hf_module, get_hf_name, get_module
 from quantize.packing import compute_packed_bytes
 
 GROUP_SIZES = (128, 64, 32)
 """Inputs that may share a scale, those that kernels commonly have (vLLM's and ours)."""
-STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+STORED_DTYPES = {"F64": torch.float64} | DENSE_DTYPES
 KEPT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 KEPT_PRECISIONS = ("int8", *KEPT_DTYPES)
 
@@ -78,7 +79,7 @@ class PlannedTensor:
     @property
     def precision(self) -> str:
         """How it is stored, in words."""
-        return str(self.dtype).removeprefix("torch.") if self.scheme is None else self.scheme.describe()
+        return describe_dtype(self.dtype) if self.scheme is None else self.scheme.describe()
 
     def compute_stored_bytes(self) -> dict[str, int]:
         """The bytes of each tensor that the file holds for it, by Hugging Face's names."""

@@ -26,6 +26,7 @@ ROTARY_PROJECTIONS = ("wq", "wk")
 EXPANDED_AT_ONCE = 1 << 20
 """Elements: bounds the float32 copies that expanding a quantized matrix makes beside the finished weights."""
 DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DENSE_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class Checkpoint(abc.ABC):
@@ -110,6 +111,14 @@ def check_tensor(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) 
         raise CheckpointError(
             f"tensor {name} in {path} is stored as {tensor.dtype}, a quantization that is not supported; "
             "use a checkpoint in float32, float16 or bfloat16"
+        )
+
+
+def check_finite(path: Path, name: str, values: Tensor) -> None:
+    """Raise CheckpointError for NaN or infinite weights, of which every token would be the first one."""
+    if not all(map(torch.isfinite, torch.aminmax(values))):
+        raise CheckpointError(
+            f"tensor {name} in {path} holds NaN or infinite numbers; the file is damaged, so download it again"
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gptfast.chat import ChatTemplate, read_chat_template
 from gptfast.checkpoint.base import (
-    DTYPE_NAMES,
+    DENSE_DTYPES,
     ROTARY_PROJECTIONS,
     Checkpoint,
     canonicalize_name,
@@ -47,7 +47,6 @@ CANONICAL_NAMES = {
     "ffn_norm": "ffn_norm",
 }
 LAYER_NAME = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
-DENSE_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
