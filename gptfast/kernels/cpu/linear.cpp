@@ -9,8 +9,8 @@
 #include <optional>
 #include <vector>
 
-#include "ops.h"
 #include "inputs.h"
+#include "ops.h"
 #include "product.h"
 #include "team.h"
 
@@ -46,8 +46,11 @@ Layout read_layout(const at::Tensor& packed) {
 template <Codes CODES, int M>
 StripProduct choose_quantized_product(const Layout& layout, bool rounds_inputs) {
   if (!rounds_inputs) return multiply_exact<CODES, M>;
-  if constexpr (CODES == Codes::INT6) return multiply_rounded_blocks<CODES, M>;
-  return layout.groups == layout.blocks ? multiply_rounded_blocks<CODES, M> : multiply_rounded_groups<CODES, M>;
+  if constexpr (CODES == Codes::INT6) {
+    return multiply_rounded_blocks<CODES, M>;
+  } else {
+    return layout.groups == layout.blocks ? multiply_rounded_blocks<CODES, M> : multiply_rounded_groups<CODES, M>;
+  }
 }
 
 template <int M>

@@ -131,9 +131,8 @@ at::Tensor pack_quantized(const at::Tensor& codes, const at::Tensor& scales, con
   }
   const Layout layout(Header{MAGIC, kind, scale_type, mins.has_value(), rows, columns, group_size});
   at::Tensor packed = allocate(layout);
-  const int offset = kind == Codes::INT6 ? 32 : kind == Codes::INT4 && !mins ? 8 : 0;
   for_each_strip(layout, packed, [&](int64_t row, int64_t count, uint8_t* target) {
-    pack_codes(layout, codes.const_data_ptr<int8_t>() + row * columns, count, offset, target + layout.codes_at);
+    pack_codes(layout, codes.const_data_ptr<int8_t>() + row * columns, count, layout.offset, target + layout.codes_at);
     pack_columns(scales, row, count, target);
     if (mins) pack_columns(*mins, row, count, target + layout.mins_at);
     if (is_super) pack_columns(*super_scales, row, count, target + layout.super_scales_at);

@@ -172,8 +172,8 @@ GPTFAST_INLINE vfloat load_bytes(const void* source) {
 
 // Sums of products of codes with signed bytes, four to a lane: of BITS = 4 and 6 the codes are unsigned, of 8 signed.
 //
-// `start` takes minus the sum of all inputs times what is to be subtracted from a code: the
-// layout's offset if the codes are unsigned, else OFFSET. `add` takes the same four inputs of W rows each time, at most eight times.
+// `start` takes minus the sum of all inputs times what is to be subtracted from a code: the layout's offset if the codes
+// are unsigned, else OFFSET. `add` takes the same four inputs of W rows each time, at most eight times.
 template <int BITS>
 struct DotProduct {
   vint sum;
