@@ -202,12 +202,14 @@ GPTFAST_INLINE void compute_weights(float* scores, Range computed, Range visible
   *sum = sum_lanes(total);
 }
 
-// Sums over slots of weights times values, of M rows and PARTS vectors of elements.
+// Sums over slots of weights times values, of M rows and PARTS vectors of elements. What lies `ahead`, in the same
+// shape as the values, is fetched meanwhile.
 template <class T, int M, int PARTS>
-GPTFAST_INLINE void add_values(const float* weights, const T* values, int64_t stride, Range slots, float* sums,
-                               int64_t sum_stride) {
+GPTFAST_INLINE void add_values(const float* weights, const T* values, const T* ahead, int64_t stride, Range slots,
+                               float* sums, int64_t sum_stride) {
   vfloat sum[M][PARTS] = {};
   for (int64_t slot = slots.start; slot < slots.end; ++slot) {
+    prefetch(ahead + slot * stride, PARTS * W * sizeof(T));
     vfloat value[PARTS];
     for (int part = 0; part < PARTS; ++part) value[part] = load_values(values + slot * stride + part * W);
     for (int m = 0; m < M; ++m) {
@@ -222,20 +224,20 @@ GPTFAST_INLINE void add_values(const float* weights, const T* values, int64_t st
 
 // The same for all elements: values (CHUNK, dim), sums (M, dim rounded up to W) with rows of `sum_stride`.
 template <class T, int M>
-void multiply_values(const float* weights, const T* values, int64_t dim, Range slots, float* sums,
+void multiply_values(const float* weights, const T* values, const T* ahead, int64_t dim, Range slots, float* sums,
                      int64_t sum_stride) {
   constexpr int PARTS = M <= ROWS_AT_ONCE / 2 ? 4 : 2;
   int64_t d = 0;
   for (; d + PARTS * W <= dim; d += PARTS * W) {
-    add_values<T, M, PARTS>(weights, values + d, dim, slots, sums + d, sum_stride);
+    add_values<T, M, PARTS>(weights, values + d, ahead + d, dim, slots, sums + d, sum_stride);
   }
-  for (; d + W <= dim; d += W) add_values<T, M, 1>(weights, values + d, dim, slots, sums + d, sum_stride);
+  for (; d + W <= dim; d += W) add_values<T, M, 1>(weights, values + d, ahead + d, dim, slots, sums + d, sum_stride);
   if (d == dim) return;
   T padded[CHUNK * W] = {};
   for (int64_t slot = slots.start; slot < slots.end; ++slot) {
     std::memcpy(padded + slot * W, values + slot * dim + d, (dim - d) * sizeof(T));
   }
-  add_values<T, M, 1>(weights, padded, W, slots, sums + d, sum_stride);
+  add_values<T, M, 1>(weights, padded, padded, W, slots, sums + d, sum_stride);
 }
 
 }  // namespace gptfast

