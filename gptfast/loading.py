@@ -163,7 +163,7 @@ def _read_matrix(
     """The matrix in the precision that `weights` asks for, as a view of the file where it lies there so."""
     scheme = choose_scheme(checkpoint, source, shape[1], weights)
     if scheme is not None:
-        return checkpoint.read_rounded(source, scheme), scheme.describe()
+        return checkpoint.read_rounded(source, shape, scheme), scheme.describe()
     stored = checkpoint.describe_type(source)
     if weights not in DENSE_WEIGHTS:
         quantized = checkpoint.read_quantized(source)

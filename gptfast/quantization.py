@@ -6,7 +6,8 @@ Shapes: N out_features, K in_features, G groups of `group_size` consecutive inpu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,10 @@ class WeightScheme:
     bits: int
     group_size: int | None
     symmetric: bool = True
+
+    def get_group_size(self, columns: int) -> int:
+        """Inputs that share a scale in a matrix of that many columns."""
+        return columns if self.group_size is None else self.group_size
 
     def describe(self) -> str:
         """Its name in reports: `int4 g32`, `int8 channel`, `int4 g64 asymmetric`."""
@@ -89,17 +94,21 @@ class QuantizedWeight:
 
     def select_rows(self, rows: slice | Tensor) -> QuantizedWeight:
         """Some of its rows, in that order."""
-        return self.map_tensors(lambda tensor: tensor[rows])
-
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> QuantizedWeight:
-        """The same with the function's result for each of its tensors."""
-        tensors = {name: None if value is None else function(value) for name, value in self.list_tensors().items()}
-        return dataclasses.replace(self, **tensors)  # type: ignore[arg-type]
+        selected = {name: None if value is None else value[rows] for name, value in self.list_tensors().items()}
+        return dataclasses.replace(self, **selected)  # type: ignore[arg-type]
 
     def list_tensors(self) -> dict[str, Tensor | None]:
         """Its tensors by name; every one has a row for each of the matrix."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if name != "bits"}
+
+
+def slice_rows(shape: tuple[int, ...], elements: int) -> Iterator[slice]:
+    """The rows of a tensor (N, ...), so many at a time that they have at most so many elements, or one by one."""
+    rows, *others = shape
+    step = max(1, elements // math.prod(others))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
 
 
 def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gptfast.errors import UserError
-from gptfast.quantization import QuantizedWeight, WeightScheme
+from gptfast.quantization import QuantizedWeight, WeightScheme, slice_rows
 
 SLICE_WEIGHTS = {"cpu": 2**18, "cuda": 2**23}
 """Weights that are rounded at once: on a CPU what its caches hold, on CUDA what keeps it busy."""
@@ -61,38 +61,30 @@ def round_slices(
     slice_weights: int | None = None,
     name: str,
 ) -> QuantizedWeight:
-    """Round a matrix (N, K) by what `round_rows` makes of slices (R, K) of it in float32; see `slice_rows`.
+    """Round a matrix (N, K) by what `round_rows` makes of slices (R, K) of it in float32.
 
-    Raises UserError, which calls the matrix `name`, if the groups do not divide K.
+    A slice has at most `slice_weights` weights, by default those of `SLICE_WEIGHTS`, or one row. Raises UserError,
+    which calls the matrix `name`, if the groups do not divide K.
     """
     rows, columns = weight.shape
-    groups = columns // get_group_size(columns, scheme, name)
+    groups = count_groups(columns, scheme, name)
     codes = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
     scales = torch.empty(rows, groups, device=weight.device)
     zeros = torch.empty(rows, groups, dtype=torch.int8, device=weight.device)
-    for part in slice_rows(weight, slice_weights):
+    for part in slice_rows(weight.shape, slice_weights or SLICE_WEIGHTS[weight.device.type]):
         codes[part], scales[part], zeros[part] = round_rows(weight[part].float().contiguous())
     return QuantizedWeight(codes, scales, scheme.bits, None if scheme.symmetric else zeros)
 
 
-def get_group_size(columns: int, scheme: WeightScheme, name: str) -> int:
-    """Inputs that share a scale in a matrix of that many columns; raises UserError unless they divide them."""
-    if scheme.group_size is None:
-        return columns
-    if columns % scheme.group_size:
+def count_groups(columns: int, scheme: WeightScheme, name: str) -> int:
+    """The groups of a row of that many inputs; raises UserError unless they divide it."""
+    group_size = scheme.get_group_size(columns)
+    if columns % group_size:
         raise UserError(
-            f"{name} has {columns} inputs, which groups of {scheme.group_size} do not divide; "
+            f"{name} has {columns} inputs, which groups of {group_size} do not divide; "
             "use another group size, or 8 bits with one scale per channel"
         )
-    return scheme.group_size
-
-
-def slice_rows(weight: Tensor, slice_weights: int | None = None) -> Iterator[slice]:
-    """Slices of rows that hold about so many weights, by default `SLICE_WEIGHTS`, or one row."""
-    rows, columns = weight.shape
-    step = max(1, (slice_weights or SLICE_WEIGHTS[weight.device.type]) // columns)
-    for start in range(0, rows, step):
-        yield slice(start, start + step)
+    return columns // group_size
 
 
 def get_code_range(scheme: WeightScheme) -> tuple[int, int]:
@@ -118,7 +110,7 @@ def choose_ranges(
     Raises UserError, which calls the matrix `name`, if a weight is not finite.
     """
     rows, columns = values.shape
-    group_size = columns if scheme.group_size is None else scheme.group_size
+    group_size = scheme.get_group_size(columns)
     scales, zeros = span_range(values, group_size, scheme)
     if not torch.isfinite(scales).all():
         raise UserError(f"{name} has weights that are not finite; the checkpoint is damaged")
@@ -147,7 +139,11 @@ def span_range(values: Tensor, group_size: int, scheme: WeightScheme) -> tuple[T
     """
     primitives = import_primitives()
     least, largest = get_code_range(scheme)
-    kind = primitives.MappingType.SYMMETRIC if scheme.symmetric else primitives.MappingType.ASYMMETRIC
+    kinds = primitives.MappingType
+    # Of 8 bits neither end is cut off: the scale is that of the end that needs the larger one. Of 4 bits the scale only
+    # starts the search; it is the largest magnitude over 7.5, from which `list_candidates` computes that magnitude.
+    symmetric_kind = kinds.SYMMETRIC if scheme.bits == 4 else kinds.SYMMETRIC_NO_CLIPPING_ERR
+    kind = symmetric_kind if scheme.symmetric else kinds.ASYMMETRIC
     scales, zeros = primitives.choose_qparams_affine(
         values, kind, (1, group_size), torch.int8, least, largest, eps=SMALLEST_SCALE, keepdim=True
     )
@@ -207,10 +203,15 @@ def fit_scales(
 ) -> tuple[Tensor, Tensor]:
     """The scales that are best for the codes that the given ones lead to, and what they spare of <v, v>; (M,)."""
     codes = center_codes(values, scales, zeros, scheme)
-    weighted = codes * costs
-    product, square = (weighted * values).sum(0), (weighted * codes).sum(0)
+    product, square = sum_products(values, costs, codes)
     fitted = torch.where(square > 0, product / square, scales)
     return fitted, product * fitted
+
+
+def sum_products(values: Tensor, costs: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """<v, c> and <c, c>, see `search_ranges`, of values v and codes c less their zero (C, M); (M,)."""
+    weighted = codes * costs
+    return (weighted * values).sum(0), (weighted * codes).sum(0)
 
 
 def sum_costs(values: Tensor, costs: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightScheme) -> Tensor:

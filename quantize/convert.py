@@ -129,8 +129,7 @@ def read_dense(checkpoint: Checkpoint, tensor: PlannedTensor) -> Tensor:
 
 def iterate_matrix(checkpoint: Checkpoint, tensor: PlannedTensor) -> Iterator[tuple[slice, Tensor]]:
     """A matrix to be rounded in slices of its rows, in the source's dtype or expanded to float32."""
-    rows, columns = tensor.shape
-    for part, values in checkpoint.iterate_rows(tensor.source, (rows, columns)):
+    for part, values in checkpoint.iterate_rows(tensor.source, tensor.shape):
         check_finite(checkpoint.path, tensor.source, values)
         yield part, values
 

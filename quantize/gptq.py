@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from gptfast.errors import UserError
-from gptfast.quantization import QuantizedWeight, WeightScheme
-from gptfast.rounding import RoundedRows, center_codes, choose_ranges, round_slices, slice_rows
+from gptfast.quantization import QuantizedWeight, WeightScheme, slice_rows
+from gptfast.rounding import SLICE_WEIGHTS, RoundedRows, center_codes, choose_ranges, round_slices
 
 BLOCK_INPUTS = 128
 """Inputs whose errors reach the inputs after them at once, as one product of matrices."""
-SLICE_WEIGHTS = 2**24
+COMPENSATED_WEIGHTS = 2**24
 """Weights that are rounded at once; rows do not depend on each other."""
 DAMPING = 0.01
 """Of the mean diagonal that is added to the diagonal of H, as in the paper."""
@@ -109,11 +109,12 @@ def compensate(
     """Round a matrix (N, K) of any floating dtype whose inputs have these statistics; see `quantize_gptq`."""
 
     def round_rows(values: Tensor) -> RoundedRows:
-        ranges = [choose_ranges(values[part], scheme, inputs.importance, name=name) for part in slice_rows(values)]
-        scales, zeros = (torch.cat(parts) for parts in zip(*ranges, strict=True))
+        parts = [values[part] for part in slice_rows(values.shape, SLICE_WEIGHTS["cpu"])]
+        ranges = [choose_ranges(part, scheme, inputs.importance, name=name) for part in parts]
+        scales, zeros = (torch.cat(each) for each in zip(*ranges, strict=True))
         return compensate_rows(values, scales, zeros, inputs, scheme), scales, zeros
 
-    return round_slices(weight, scheme, round_rows, slice_weights=SLICE_WEIGHTS, name=name)
+    return round_slices(weight, scheme, round_rows, slice_weights=COMPENSATED_WEIGHTS, name=name)
 
 
 def compensate_rows(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gptfast.checkpoint.compressed_tensors import PACKED_FORMAT, PATTERN_PREFIX, QUANT_METHOD
 from gptfast.config import ModelConfig, RopeScaling
 from gptfast.errors import CheckpointError
 from gptfast.model import scale_rope_frequencies
@@ -133,8 +134,8 @@ def make_quantization_config(plan: Plan) -> dict[str, Any]:
         for number, (scheme, tensors) in enumerate(schemes.items())
     }
     return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "quant_method": QUANT_METHOD,
+        "format": PACKED_FORMAT,
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": ignored,
@@ -149,7 +150,7 @@ def make_config_group(scheme: WeightScheme, targets: list[str]) -> dict[str, Any
     """One entry of `config_groups`."""
     return {
         "targets": targets,
-        "format": "pack-quantized",
+        "format": PACKED_FORMAT,
         "weights": {
             "num_bits": scheme.bits,
             "type": "int",
@@ -175,7 +176,7 @@ def list_targets(tensors: Iterable[PlannedTensor], rounded: Iterable[PlannedTens
     targets: dict[str, None] = {}
     for module in sorted(own):
         patterns = [pattern for pattern in list_patterns(module) if not any(re.match(pattern, name) for name in others)]
-        targets[f"re:{patterns[0]}" if patterns else module] = None
+        targets[PATTERN_PREFIX + patterns[0] if patterns else module] = None
     return list(targets)
 
 

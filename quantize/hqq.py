@@ -24,6 +24,7 @@ from gptfast.rounding import (
     choose_ranges,
     get_code_range,
     round_slices,
+    sum_products,
 )
 
 NORM = 0.7
@@ -83,8 +84,7 @@ def fit_ranges(
     values: Tensor, costs: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightScheme
 ) -> tuple[Tensor, Tensor]:
     """The scales, then the integer zeros, that fit codes less their zero (C, M) to the values best."""
-    weighted = codes * costs
-    product, square = (weighted * values).sum(0), (weighted * codes).sum(0)
+    product, square = sum_products(values, costs, codes)
     fitted = torch.where((square > 0) & (product > 0), product / square, scales)
     scales = torch.where(fitted == 0, scales, fitted).bfloat16().float()
     if scheme.symmetric:

@@ -44,7 +44,7 @@ def pack_rows(values: Tensor, bits: int) -> Tensor:
 def compute_packed_bytes(shape: tuple[int, int], scheme: WeightScheme) -> dict[str, int]:
     """The bytes of each of `pack`'s tensors for a matrix of that shape, found without making one."""
     rows, columns = shape
-    groups = columns // (scheme.group_size or columns)
+    groups = columns // scheme.get_group_size(columns)
     weight = QuantizedWeight(
         codes=torch.empty(shape, dtype=torch.int8, device="meta"),
         scales=torch.empty((rows, groups), device="meta"),

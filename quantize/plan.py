@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from gptfast.checkpoint.base import DENSE_DTYPES, Checkpoint
+from gptfast.checkpoint.compressed_tensors import PATTERN_PREFIX, matches_target
 from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.errors import UserError
 from gptfast.loading import EMBEDDING, HEAD, check_names
@@ -40,10 +41,7 @@ class KeepRule:
 
     def matches(self, name: str) -> bool:
         """Whether the rule is for the tensor with this canonical name."""
-        modules = (get_module(name), get_hf_module(name))
-        if self.target.startswith("re:"):
-            return any(re.match(self.target.removeprefix("re:"), module) for module in modules)
-        return self.target in modules
+        return any(matches_target(self.target, module) for module in (get_module(name), get_hf_module(name)))
 
 
 @dataclass(frozen=True)
@@ -160,9 +158,9 @@ def parse_keep_rule(text: str) -> KeepRule:
     target, separator, precision = text.rpartition("=")
     if not separator or not target or precision not in KEPT_PRECISIONS:
         raise UserError(f"keep is {text!r}; write it as TARGET={'|'.join(KEPT_PRECISIONS)}, such as lm_head=int8")
-    if target.startswith("re:"):
+    if target.startswith(PATTERN_PREFIX):
         try:
-            re.compile(target.removeprefix("re:"))
+            re.compile(target.removeprefix(PATTERN_PREFIX))
         except re.error as error:
             raise UserError(f"keep has the pattern {target!r}, which cannot be read ({error}); correct it") from error
     return KeepRule(target, precision)
@@ -225,17 +223,16 @@ def plan_layer(dense: PlannedTensor, scheme: WeightScheme, rules: Sequence[KeepR
     """How one matrix is stored, which would be `dense` if it were left alone."""
     matching = [rule for rule in rules if rule.matches(dense.name)]
     if matching and matching[-1].precision in KEPT_DTYPES:
-        return PlannedTensor(dense.name, dense.source, dense.shape, None, KEPT_DTYPES[matching[-1].precision])
+        return replace(dense, dtype=KEPT_DTYPES[matching[-1].precision])
     if not matching and dense.name == HEAD and not scheme.symmetric:
         return dense
     asked = WeightScheme(8, None, scheme.symmetric) if matching else scheme
     size, columns = asked.group_size, dense.shape[1]
     if size is None or columns % size == 0:
-        return PlannedTensor(dense.name, dense.source, dense.shape, asked, dense.dtype)
+        return replace(dense, scheme=asked)
     smaller = next((group for group in GROUP_SIZES if group < size and columns % group == 0), None)
     if smaller is None:
         note = f"no group of {size} or fewer inputs, down to {GROUP_SIZES[-1]}, divides its {columns}"
-        return PlannedTensor(dense.name, dense.source, dense.shape, None, dense.dtype, note)
+        return replace(dense, note=note)
     note = f"groups of {smaller}, as {size} does not divide its {columns} inputs"
-    fallback = WeightScheme(asked.bits, smaller, asked.symmetric)
-    return PlannedTensor(dense.name, dense.source, dense.shape, fallback, dense.dtype, note)
+    return replace(dense, scheme=replace(asked, group_size=smaller), note=note)

@@ -17,7 +17,7 @@ from torch import Tensor
 from gptfast.chat import ChatTemplate
 from gptfast.config import GenerationDefaults, ModelConfig
 from gptfast.errors import CheckpointError
-from gptfast.quantization import QuantizedWeight, WeightScheme
+from gptfast.quantization import QuantizedWeight, WeightScheme, join_rows, slice_rows
 from gptfast.rounding import round_to_nearest
 from gptfast.tokenizer import Tokenizer
 
@@ -60,20 +60,19 @@ class Checkpoint(abc.ABC):
         return None
 
     def read_into(self, name: str, out: Tensor) -> None:
-        """Copy the tensor into `out`, of the same shape and any floating dtype."""
-        tensor = self.read(name)
-        check_tensor(self.path, name, tensor, tuple(out.shape))
-        out.copy_(tensor)
+        """Copy the tensor into `out`, of the same shape and any floating dtype; see `iterate_rows`."""
+        for rows, values in self.iterate_rows(name, tuple(out.shape)):
+            out[rows] = values
 
-    def iterate_rows(self, name: str, shape: tuple[int, int]) -> Iterator[tuple[slice, Tensor]]:
-        """The matrix as `read` returns it, in slices of its rows: one that is expanded never stands there whole.
+    def iterate_rows(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[slice, Tensor]]:
+        """The tensor as `read` returns it, in slices of its rows: one that is expanded never stands there whole.
 
-        Raises CheckpointError where `read` does, and if the matrix is not of that shape.
+        Raises CheckpointError where `read` does, and if the tensor is not of that shape.
         """
-        matrix = self.read(name)
-        check_tensor(self.path, name, matrix, shape)
-        for rows in split_rows(shape):
-            yield rows, matrix[rows]
+        tensor = self.read(name)
+        check_tensor(self.path, name, tensor, shape)
+        for rows in slice_rows(shape, EXPANDED_AT_ONCE):
+            yield rows, tensor[rows]
 
     def read_quantized(self, name: str) -> QuantizedWeight | None:
         """The matrix as the file stores it, its rows in the order of `read`.
@@ -83,9 +82,13 @@ class Checkpoint(abc.ABC):
         """
         return None
 
-    def read_rounded(self, name: str, scheme: WeightScheme) -> QuantizedWeight:
-        """The matrix rounded to the nearest codes of `scheme`."""
-        return round_to_nearest(self.read(name), scheme, name=name)
+    def read_rounded(self, name: str, shape: tuple[int, ...], scheme: WeightScheme) -> QuantizedWeight:
+        """The matrix of that shape rounded to the nearest codes of `scheme`.
+
+        Raises as `iterate_rows` and `round_to_nearest` do.
+        """
+        parts = self.iterate_rows(name, shape)
+        return join_rows([round_to_nearest(values, scheme, name=name) for _, values in parts])
 
     @abc.abstractmethod
     def describe_type(self, name: str) -> str:
@@ -102,15 +105,20 @@ class Checkpoint(abc.ABC):
 
 def check_tensor(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Raise CheckpointError if a tensor is not of the shape that the config asks for, or not of real numbers."""
-    if tuple(tensor.shape) != shape:
-        raise CheckpointError(
-            f"tensor {name} in {path} has shape {list(tensor.shape)} but its config asks for {list(shape)}; "
-            "the weights and the config are not of the same model"
-        )
+    check_shape(path, name, tuple(tensor.shape), shape)
     if not tensor.is_floating_point():
         raise CheckpointError(
             f"tensor {name} in {path} is stored as {tensor.dtype}, a quantization that is not supported; "
             "use a checkpoint in float32, float16 or bfloat16"
+        )
+
+
+def check_shape(path: Path, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Raise CheckpointError if the shape that a tensor is `found` to have is not that which the config asks for."""
+    if found != shape:
+        raise CheckpointError(
+            f"tensor {name} in {path} has shape {list(found)} but its config asks for {list(shape)}; "
+            "the weights and the config are not of the same model"
         )
 
 
@@ -120,14 +128,6 @@ def check_finite(path: Path, name: str, values: Tensor) -> None:
         raise CheckpointError(
             f"tensor {name} in {path} holds NaN or infinite numbers; the file is damaged, so download it again"
         )
-
-
-def split_rows(shape: tuple[int, int]) -> Iterator[slice]:
-    """The rows of a matrix (N, K), so many at a time that at most `EXPANDED_AT_ONCE` elements are."""
-    rows, columns = shape
-    step = max(1, EXPANDED_AT_ONCE // columns)
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
 
 
 def canonicalize_name(name: str, layer_name: re.Pattern[str], modules: Mapping[str, str]) -> str:

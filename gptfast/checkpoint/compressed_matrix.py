@@ -96,7 +96,7 @@ def open_matrix(parts: StoredParts, scheme: StoredScheme) -> CompressedMatrix:
     rows, columns = shape = _read_shape(parts, scheme)
     stored_shape = (rows, count_words(columns, bits)) if scheme.is_packed else shape
     stored = parts.get(codes_name, stored_shape, torch.int32 if scheme.is_packed else torch.int8)
-    group_size = scheme.rounding.group_size or columns
+    group_size = scheme.rounding.get_group_size(columns)
     if columns % group_size:
         raise parts.refuse(codes_name, f"has rows of {columns} weights, no multiple of the group_size {group_size}")
     groups = columns // group_size

@@ -63,9 +63,9 @@ class Compression:
         if module.endswith("norm"):
             return None
         kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
-        if any(target == kind or _matches(target, module) for target in self.ignored):
+        if any(target == kind or matches_target(target, module) for target in self.ignored):
             return None
-        named = (scheme for target, scheme in self.schemes.items() if _matches(target, module))
+        named = (scheme for target, scheme in self.schemes.items() if matches_target(target, module))
         return next(named, self.schemes.get(kind))
 
 
@@ -117,6 +117,13 @@ def find_compressed(names: Collection[str], compression: Compression, path: Path
         if scheme is not None:
             found[module] = scheme
     return found
+
+
+def matches_target(target: str, module: str) -> bool:
+    """Whether the target, a module's name or a pattern of how such names begin, is for the module."""
+    if target.startswith(PATTERN_PREFIX):
+        return re.match(target.removeprefix(PATTERN_PREFIX), module) is not None
+    return target == module
 
 
 def _check_parts(module: str, own: set[str], scheme: StoredScheme | None, path: Path) -> None:
@@ -192,16 +199,10 @@ def _get_targets(fields: Fields, key: str) -> list[str]:
         raise fields.refuse(key, "a list of names")
     for target in targets:
         try:
-            _matches(target, "")
+            matches_target(target, "")
         except (re.error, OverflowError, RecursionError) as error:
             raise fields.refuse(key, f"a list of names and patterns ({target!r:.80} is none: {error})") from error
     return targets
-
-
-def _matches(target: str, module: str) -> bool:
-    if target.startswith(PATTERN_PREFIX):
-        return re.match(target.removeprefix(PATTERN_PREFIX), module) is not None
-    return target == module
 
 
 def _refuse(fields: Fields, key: str) -> CheckpointError:

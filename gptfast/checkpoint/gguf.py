@@ -13,12 +13,12 @@ from torch import Tensor
 from gptfast.chat import ChatTemplate, read_chat_template
 from gptfast.checkpoint.base import (
     DENSE_DTYPES,
+    EXPANDED_AT_ONCE,
     ROTARY_PROJECTIONS,
     Checkpoint,
     canonicalize_name,
-    check_tensor,
+    check_shape,
     deinterleave_rotary_rows,
-    split_rows,
 )
 from gptfast.checkpoint.fields import Fields
 from gptfast.checkpoint.gguf_blocks import can_unpack, unpack_blocks
@@ -27,7 +27,7 @@ from gptfast.checkpoint.hf_config import parse_config, parse_generation_defaults
 from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.errors import CheckpointError
 from gptfast.files import read_json
-from gptfast.quantization import QuantizedWeight
+from gptfast.quantization import QuantizedWeight, slice_rows
 from gptfast.tokenizer import Tokenizer, open_tokenizer
 
 CANONICAL_NAMES = {
@@ -118,16 +118,7 @@ class GgufCheckpoint(Checkpoint):
         """See `Checkpoint.view`."""
         return self.read(name) if self._tensors[name].type in DENSE_DTYPES else None
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        """See `Checkpoint.read_into`; a slice of rows stands beside `out` at a time."""
-        if self._tensors[name].type in DENSE_DTYPES:
-            super().read_into(name, out)
-            return
-        self._check_shape(name, tuple(out.shape))
-        for rows, values in self._dequantize(self.read_blocks(name)):
-            out[rows] = values
-
-    def iterate_rows(self, name: str, shape: tuple[int, int]) -> Iterator[tuple[slice, Tensor]]:
+    def iterate_rows(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[slice, Tensor]]:
         """See `Checkpoint.iterate_rows`."""
         if self._tensors[name].type in DENSE_DTYPES:
             return super().iterate_rows(name, shape)
@@ -182,7 +173,7 @@ class GgufCheckpoint(Checkpoint):
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        check_tensor(self.path, name, torch.empty(self._tensors[name].shape, device="meta"), shape)
+        check_shape(self.path, name, self._tensors[name].shape, shape)
 
     def _reorder_rows(self, name: str, tensor: Tensor) -> Tensor:
         if self._is_interleaved and name.split(".")[-2] in ROTARY_PROJECTIONS:
@@ -194,7 +185,7 @@ class GgufCheckpoint(Checkpoint):
         import gguf
 
         kind = gguf.GGMLQuantizationType[blocks.type]
-        for part in split_rows(blocks.shape):
+        for part in slice_rows(blocks.shape, EXPANDED_AT_ONCE):
             try:
                 values = gguf.dequantize(blocks.data[part].numpy(), kind)
             except NotImplementedError as error:

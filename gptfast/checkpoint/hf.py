@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gptfast.chat import ChatTemplate, read_chat_template
-from gptfast.checkpoint.base import Checkpoint, canonicalize_name, check_tensor, split_rows
+from gptfast.checkpoint.base import EXPANDED_AT_ONCE, Checkpoint, canonicalize_name, check_shape
 from gptfast.checkpoint.compressed_matrix import CompressedMatrix, StoredParts, open_matrix
 from gptfast.checkpoint.compressed_tensors import QUANTIZED_PARTS, find_compressed, parse_compression
 from gptfast.checkpoint.fields import Fields
@@ -19,7 +19,7 @@ from gptfast.checkpoint.hf_config import parse_config, parse_generation_defaults
 from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.errors import CheckpointError
 from gptfast.files import read_head, read_json
-from gptfast.quantization import QuantizedWeight
+from gptfast.quantization import QuantizedWeight, slice_rows
 from gptfast.tokenizer import Tokenizer, open_tokenizer
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -87,30 +87,20 @@ class HuggingFaceCheckpoint(Checkpoint):
         """See `Checkpoint.view`."""
         return None if name in self._compressed else self.read(name)
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        """See `Checkpoint.read_into`; of a quantized matrix a slice of rows stands beside `out` at a time."""
-        if name not in self._compressed:
-            super().read_into(name, out)
-            return
-        matrix = self._open_matrix(name)
-        check_tensor(self.path, name, torch.empty(matrix.shape, device="meta"), tuple(out.shape))
-        for rows in split_rows(matrix.shape):
-            out[rows] = matrix.read_rows(rows).dequantize()
-
-    def iterate_rows(self, name: str, shape: tuple[int, int]) -> Iterator[tuple[slice, Tensor]]:
+    def iterate_rows(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[slice, Tensor]]:
         """See `Checkpoint.iterate_rows`."""
         if name not in self._compressed:
             return super().iterate_rows(name, shape)
         matrix = self._open_matrix(name)
-        check_tensor(self.path, name, torch.empty(matrix.shape, device="meta"), shape)
-        return ((rows, matrix.read_rows(rows).dequantize()) for rows in split_rows(shape))
+        check_shape(self.path, name, matrix.shape, shape)
+        return ((rows, matrix.read_rows(rows).dequantize()) for rows in slice_rows(shape, EXPANDED_AT_ONCE))
 
     def read_quantized(self, name: str) -> QuantizedWeight | None:
         """See `Checkpoint.read_quantized`."""
         if name not in self._compressed:
             return None
         matrix = self._open_matrix(name)
-        check_tensor(self.path, name, torch.empty(matrix.shape, device="meta"), self._shapes.get(name, matrix.shape))
+        check_shape(self.path, name, matrix.shape, self._shapes.get(name, matrix.shape))
         return matrix.read_rows(slice(None))
 
     def describe_type(self, name: str) -> str:

@@ -51,15 +51,15 @@ class RandomCheckpoint(Checkpoint):
         """See `Checkpoint.describe_type`."""
         return "BF16"
 
-    def read_rounded(self, name: str, scheme: WeightScheme) -> QuantizedWeight:
+    def read_rounded(self, name: str, shape: tuple[int, ...], scheme: WeightScheme) -> QuantizedWeight:
         """See `Checkpoint.read_rounded`; codes are drawn as they are, as rounding billions of weights takes minutes."""
-        rows, columns = self._shapes[name]
+        rows, columns = shape
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         limit = 2 ** (scheme.bits - 1)
         codes = torch.empty(rows, columns, dtype=torch.int8).random_(-limit, limit, generator=generator)
         # Of evenly distributed codes the deviation is limit / sqrt(3).
         scale = columns**-0.5 * 3**0.5 / limit
-        scales = torch.full((rows, columns // (scheme.group_size or columns)), scale).bfloat16().float()
+        scales = torch.full((rows, columns // scheme.get_group_size(columns)), scale).bfloat16().float()
         return QuantizedWeight(codes, scales, scheme.bits)
 
     def load_tokenizer(self) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import functools
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,16 +21,11 @@ from gptfast.cli.options import (
     execution_options,
     json_option,
 )
-from gptfast.cli.tables import format_table
 from gptfast.errors import UserError
 
 if TYPE_CHECKING:
     from gptfast.evaluation.comparison import Comparison
-    from gptfast.evaluation.harness import TaskMetric
-    from gptfast.evaluation.perplexity import Perplexity
-    from gptfast.evaluation.statistics import Estimate
     from gptfast.evaluation.text import Text, Window
-    from gptfast.session import Session
 
 DEFAULT_TOKENS = 16_384
 DEFAULT_WINDOW = 1024
@@ -99,6 +92,7 @@ def perplexity(
 
     Each window is read from its first token on, and its tokens that no window before it scored are scored.
     """
+    from gptfast.cli.eval_report import describe_session, format_perplexity, to_json
     from gptfast.evaluation.comparison import compare_models, encode_for_both
     from gptfast.evaluation.perplexity import check_window, encode_text, measure_perplexity
     from gptfast.evaluation.text import check_windows, plan_windows
@@ -171,6 +165,7 @@ def lm_eval(
         raise UserError("--tasks names no task; give one or several, with commas between them")
     if not is_watched():
         os.environ.update(dict.fromkeys(BAR_SWITCHES, "1"))
+    from gptfast.cli.eval_report import describe_model, describe_session, format_metrics
     from gptfast.evaluation.harness import load_tasks, run_tasks
     from gptfast.session import load
 
@@ -210,95 +205,3 @@ def show_progress(windows: Sequence[Window]) -> Iterator[Iterable[Window]]:
         return
     with click.progressbar(windows, label="windows", file=sys.stderr) as bar:
         yield bar
-
-
-def describe_session(session: Session) -> dict[str, Any]:
-    """What ran, and on what: the fields that both commands print."""
-    import torch
-
-    from gptfast.bench.environment import describe_environment
-
-    environment = describe_environment(session.runner.device, torch.get_num_threads())
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "checkpoint": str(session.checkpoint.path),
-        "device": environment.device,
-        "device_name": environment.device_name,
-        "dtype": session.dtype,
-        "weights": session.weights,
-        "activations": session.activations,
-        "kv_dtype": session.kv_dtype,
-        "compiled": session.runner.is_compiled,
-        "threads": environment.threads,
-        "torch": environment.torch,
-        "gptfast": environment.gptfast,
-        "commit": environment.commit,
-    }
-
-
-def to_json(result: Perplexity, comparison: Comparison | None) -> dict[str, Any]:
-    """The documented figures; those of a comparison are null without one."""
-    from gptfast.evaluation.comparison import Comparison
-
-    absent = dict.fromkeys(field.name for field in dataclasses.fields(Comparison))
-    return dataclasses.asdict(result) | (absent if comparison is None else dataclasses.asdict(comparison))
-
-
-def format_perplexity(facts: dict[str, Any], result: Perplexity, comparison: Comparison | None) -> str:
-    """A few aligned lines."""
-    from gptfast.bench.results import describe_precision
-
-    rows = [
-        ("model", describe_model(facts)),
-        (
-            "text",
-            f"{facts['text']} (sha256 {facts['text_sha256']}), {facts['tokens']} of {facts['text_tokens']} tokens",
-        ),
-        (
-            "windows",
-            f"{facts['windows']} of {facts['window_tokens']} tokens, stride {facts['stride_tokens']}, "
-            f"{facts['scored_tokens']} tokens scored",
-        ),
-        ("nll", f"{format_estimate(result.nll_nats_per_token)} nats per token"),
-        ("perplexity", format_estimate(result.perplexity)),
-    ]
-    if comparison is not None:
-        of_base = (facts[f"against_{name}"] for name in ("weights", "activations", "kv_dtype"))
-        rows += [
-            ("base", f"{facts['against']}, {describe_precision(facts['dtype'], *of_base)}"),
-            ("base nll", f"{format_estimate(comparison.base_nll_nats_per_token)} nats per token"),
-            ("base ppl", format_estimate(comparison.base_perplexity)),
-            ("difference", f"{format_estimate(comparison.nll_difference_nats_per_token)} nats per token"),
-            ("ratio", format_estimate(comparison.perplexity_ratio)),
-            ("KL", f"{format_estimate(comparison.kl_nats_per_token)} nats per token"),
-            ("top-1", f"{format_estimate(comparison.top1_agreement)} agree"),
-        ]
-    return "\n".join(f"{name:11} {value}" for name, value in rows)
-
-
-def format_metrics(metrics: Sequence[TaskMetric]) -> str:
-    """A table with a row for each figure."""
-    rows: list[Sequence[str]] = [("task", "figure", "value", "questions", "solved before each")]
-    for each in metrics:
-        figure = each.metric if each.filter == "none" else f"{each.metric} ({each.filter})"
-        counts = ("-" if count is None else str(count) for count in (each.questions, each.num_fewshot))
-        rows.append((each.task, figure, format_estimate(each), *counts))
-    return format_table(rows, left_columns=(0, 1, 2))
-
-
-def describe_model(facts: dict[str, Any]) -> str:
-    """What ran, in one line."""
-    from gptfast.bench.results import describe_precision
-
-    precision = describe_precision(*(facts[name] for name in ("dtype", "weights", "activations", "kv_dtype")))
-    threads = f", {facts['threads']} threads" if facts["device"] == "cpu" else ""
-    return f"{facts['checkpoint']}, {facts['device']}, {precision}{threads}, torch {facts['torch']}"
-
-
-def format_estimate(estimate: Estimate | TaskMetric) -> str:
-    """The value and its standard error, to four decimals or as many as two digits of the error take."""
-    value, error = estimate.value, estimate.standard_error
-    if error is None:
-        return f"{value:.4f} (no standard error)"
-    decimals = max(4, 1 - math.floor(math.log10(error))) if error > 0 else 4
-    return f"{value:.{decimals}f} +- {error:.{decimals}f}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from gptfast.checkpoint.gguf import GgufCheckpoint
 from gptfast.config import ModelConfig, RopeScaling
 from gptfast.errors import CheckpointError
 from gptfast.loading import load_model
+from gptfast.quantization import WeightScheme
+from gptfast.rounding import round_to_nearest
 from tests.reference.families import FAMILIES, WIDE, random_tokens, random_weights
 from tests.reference.gguf_files import (
     EXPANDED_TYPES,
@@ -32,6 +35,7 @@ from tests.reference.gguf_files import (
 )
 from tests.reference.model import reference_logits
 from tests.reference.product import assert_holds, assert_refused, load_and_run
+from tests.reference.sessions import run_process
 
 CONFIG = FAMILIES["llama-8-2"]
 WEIGHTS = random_weights(CONFIG)
@@ -129,6 +133,40 @@ def test_blocks_are_handed_out_in_the_order_of_the_weights(name: str, quantized:
         assert blocks.data.dtype == torch.uint8
         expanded = gguf.dequantize(blocks.data.numpy(), gguf.GGMLQuantizationType[blocks.type])
         assert torch.equal(torch.from_numpy(expanded), weights[tensor])
+
+
+MEMORY_PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+from gptfast.checkpoint import open_checkpoint
+from gptfast.quantization import WeightScheme
+
+def read_peak_bytes():  # getrusage would count what the parent held
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+
+torch.set_num_threads(1)
+checkpoint, scheme = open_checkpoint(Path(sys.argv[1])), WeightScheme(8, None)
+checkpoint.read_rounded("layers.0.attention.wo.weight", (256, 256), scheme)
+before = read_peak_bytes()
+checkpoint.read_rounded("tok_embeddings.weight", (65_536, 256), scheme)
+print(read_peak_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_matrix_that_is_rounded_again_never_stands_there_in_float32(tmp_path: Path) -> None:
+    config = replace(WIDE, vocab_size=65_536, tie_word_embeddings=True)
+    name, shape, scheme = "tok_embeddings.weight", (config.vocab_size, config.dim), WeightScheme(8, None)
+    write_gguf(tmp_path / "model.gguf", random_weights(config), config, types="Q8_0")
+    checkpoint = open_gguf(tmp_path / "model.gguf")
+    rounded, expected = checkpoint.read_rounded(name, shape, scheme), round_to_nearest(checkpoint.read(name), scheme)
+    assert rounded.codes.equal(expected.codes)
+    assert rounded.scales.equal(expected.scales)
+    outcome = run_process("-c", MEMORY_PROGRAM, tmp_path / "model.gguf")
+    assert outcome.exit_code == 0, outcome.stderr
+    # The mapped blocks of 8.5 bits are pages of this process too, and codes stand there twice while they are joined.
+    assert int(outcome.stdout) < 4.5 * config.vocab_size * config.dim
 
 
 def test_dense_tensors_have_no_blocks(path: Path) -> None:

@@ -189,6 +189,13 @@ def test_a_tensor_of_the_wrong_shape_is_named(name: str, shape: tuple[int, ...],
     assert_refused(directory, name, str(list(shape)))
 
 
+def test_a_matrix_of_the_wrong_shape_is_named_where_it_is_rounded_too(directory: Path) -> None:
+    name = "layers.1.attention.wo.weight"
+    edit_weights(directory / "model.safetensors", lambda tensors: tensors.update({hf_name(name): torch.ones(64, 32)}))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.attention\.wo\.weight .* \[64, 32\]"):
+        load_model(open_checkpoint(directory), weights="int8")
+
+
 def test_config_and_weights_of_different_models_are_told_apart(directory: Path) -> None:
     edit_json(directory / "config.json", intermediate_size=176)
     assert_refused(directory, "feed_forward", "192")
