@@ -58,13 +58,18 @@ class CompiledStep:
 
 
 def compile_step(
-    function: Step, model: Transformer, inputs: dict[str, Tensor], *, separate_kernels: bool = False
+    function: Step,
+    model: Transformer,
+    inputs: dict[str, Tensor],
+    *,
+    separate_kernels: bool = False,
+    sizes: range | None = None,
 ) -> CompiledStep:
     """Compile a step of `decode` for this model and inputs of these dtypes, shapes and strides.
 
-    The step may be called with caches of any length and with any number of `kv_pos` from 2 on; with nothing
-    else that differs. `inputs` are its arguments after the model, in order. Raises CompilationError if there is
-    no C++ compiler or it fails.
+    The step may be called with caches of any length, with any number of `kv_pos` from 2 on and, on a CPU, with any
+    number of tokens in `sizes`, if that is given; with nothing else that differs. `inputs` are its arguments after the
+    model, in order. Raises CompilationError if there is no C++ compiler or it fails.
 
     `separate_kernels` makes a slower step whose kernels can be timed one by one: on a CPU every loop is a function
     of its own, where else all loops between two products of the library are one; on CUDA there is no graph.
@@ -75,7 +80,7 @@ def compile_step(
         if inputs["tokens"].device.type == "cuda":
             step, is_cached = compile_for_cuda(function, model, inputs, uses_graphs=not separate_kernels), False
         else:
-            step, is_cached = compile_ahead_of_time(function, model, inputs, separate_kernels)
+            step, is_cached = compile_ahead_of_time(function, model, inputs, separate_kernels, sizes)
     return CompiledStep(step, time.perf_counter() - start, is_cached)
 
 
@@ -110,17 +115,18 @@ def compile_for_cuda(function: Step, model: Transformer, inputs: dict[str, Tenso
 
 
 def compile_ahead_of_time(
-    function: Step, model: Transformer, inputs: dict[str, Tensor], separate_kernels: bool
+    function: Step, model: Transformer, inputs: dict[str, Tensor], separate_kernels: bool, sizes: range | None
 ) -> tuple[Step, bool]:
     """The step, and whether an earlier process had compiled it."""
-    path = get_cache_dir() / "steps" / f"{compute_key(function, model, inputs, separate_kernels)}.bin"
+    path = get_cache_dir() / "steps" / f"{compute_key(function, model, inputs, separate_kernels, sizes)}.bin"
     step = load_step(path, model, inputs)
     is_cached = step is not None and not uses_temporary_kernel_cache()
     if step is None:
         keeps = is_writable(path.parent)
         outlook = "later starts load it" if keeps else f"{path.parent} cannot be written, so the next start must too"
-        logger.info("compiling %s for %d tokens; %s", function.__name__, inputs["tokens"].shape[1], outlook)
-        step = build_step(function, model, inputs, separate_kernels)
+        count = inputs["tokens"].shape[1] if sizes is None else f"{sizes[0]} to {sizes[-1]}"
+        logger.info("compiling %s for %s tokens; %s", function.__name__, count, outlook)
+        step = build_step(function, model, inputs, separate_kernels, sizes)
         if keeps:
             save_step(step, path)
     # The check of its arguments took 0.3 ms of every call, and the runner owns them all.
@@ -128,14 +134,19 @@ def compile_ahead_of_time(
     return step, is_cached
 
 
-def build_step(function: Step, model: Transformer, inputs: dict[str, Tensor], separate_kernels: bool) -> Any:
+def build_step(
+    function: Step, model: Transformer, inputs: dict[str, Tensor], separate_kernels: bool, sizes: range | None
+) -> Any:
     """Trace and compile; see `compile_step`."""
     import torch._dynamo
     import torch._inductor
     from torch._inductor.codegen.cpp import CppScheduling
 
-    inputs = inputs | {"kv_pos": inputs["kv_pos"].clone()}
+    inputs = {name: value.clone() for name, value in inputs.items()}  # marks would stay on the runner's own
     torch._dynamo.mark_dynamic(inputs["kv_pos"], 0)
+    if sizes is not None:
+        torch._dynamo.mark_dynamic(inputs["tokens"], 1, min=sizes[0], max=sizes[-1])
+        torch._dynamo.mark_dynamic(inputs["input_pos"], 0, min=sizes[0], max=sizes[-1])
     options = torch._inductor.list_mode_options("max-autotune") | {"cpp.min_chunk_size": MIN_ELEMENTS_PER_THREAD}
     if model.uses_attention_kernel:
         # What is left beside the kernels is small, and a second team of threads would spin on the kernels' cores.
@@ -235,13 +246,15 @@ def uses_temporary_kernel_cache() -> bool:
     return has_temporary_dir and Path(os.environ[INDUCTOR_CACHE_VARIABLE]).is_relative_to(get_temporary_dir())
 
 
-def compute_key(function: Step, model: Transformer, inputs: dict[str, Tensor], separate_kernels: bool) -> str:
+def compute_key(
+    function: Step, model: Transformer, inputs: dict[str, Tensor], separate_kernels: bool, sizes: range | None = None
+) -> str:
     """A name for all that the compiled code depends on, as 32 hexadecimal digits."""
     tensors = {name: (value.dtype, value.shape) for name, value in inputs.items() if name != "kv_pos"}
     parameters = {name: (value.dtype, value.shape, value.stride()) for name, value in model.named_parameters()}
     parts = [
         function.__name__,
-        repr(separate_kernels),
+        repr((separate_kernels, sizes)),
         repr(model.config),
         repr(tensors),
         repr(parameters),

@@ -16,8 +16,9 @@ from torch import Tensor
 from gptfast.chat import Message, encode_chat
 from gptfast.config import SamplingConfig
 from gptfast.errors import PromptError, UserError
-from gptfast.sampling import sample
+from gptfast.sampling import Sampler
 from gptfast.session import Session
+from gptfast.speculation.speculator import Speculator
 from gptfast.transcript import FinishReason, Transcript
 
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -38,8 +39,9 @@ class GenerationResult:
         reused_tokens: those of them that were in the cache from an earlier turn.
         ttft_s: seconds from the call to the first token, without compiling.
         prefill_s: seconds of the prompt's steps and the choice of the first token.
-        decode_s: seconds of the later tokens' steps and choices, without detokenization or the caller's time.
-        decode_steps: steps in that time, each of which read the weights once.
+        decode_s: seconds of the later tokens' steps and choices, without detokenization or the caller's time; with a
+            draft model, also of its reading the prompt.
+        decode_steps: the model's steps in that time, each of which read its weights once.
         batch_size: rows that were decoded at once in this time.
     """
 
@@ -103,9 +105,9 @@ class Stream:
             raise UserError("several samples at once cannot go on from each other's cache; reuse it with batch size 1")
         session.runner.reserve(len(self.prompt_ids) + self._max_new_tokens)
         self._encode_s = time.perf_counter() - start
-        session.runner.warm_up(len(self.prompt_ids))
+        session.warm_up(len(self.prompt_ids))
         self._reuses_cache = reuse_cache
-        self._reused_tokens = self._decode_steps = 0
+        self._reused_tokens = self._decode_steps = self._count = 0
         self._ttft_s = self._prefill_s = self._decode_s = 0.0
         self._steps = self._run()
 
@@ -157,35 +159,58 @@ class Stream:
             self._finish("length")
             yield
             return
-        chooser = _Chooser(self._sampling, self._sample_ids, self.prompt_ids, logits)
-        position = len(self.prompt_ids)
-        tokens = chooser.choose(logits, position)
-        values = tokens.tolist()
+        sampler = Sampler(
+            self._sampling, self.prompt_ids, logits.shape[-1], sample_ids=self._sample_ids, device=runner.device
+        )
+        tokens = sampler.choose(logits, len(self.prompt_ids))
+        speculator = session.speculator
+        steps = self._decode(sampler, tokens) if speculator is None else self._speculate(sampler, tokens, speculator)
+        added = next(steps)
         now = time.perf_counter()
         self._prefill_s = now - start
         self._ttft_s = self._encode_s + self._prefill_s
-        while True:
-            if self._record(values, position + 1 - len(self.prompt_ids)):
-                yield
-                return
+        while not self._record(added):
             yield
             if session.owner is not self:
                 raise UserError("another text was begun on this session, which overwrote this one; use two sessions")
             start = time.perf_counter()
-            logits = runner.decode(tokens, position)
-            session.cached_ids.append(values[0])
-            position += 1
-            tokens = chooser.choose(logits, position)
-            values = tokens.tolist()
+            added = next(steps)
             self._decode_s += time.perf_counter() - start
             self._decode_steps += 1
+        yield
 
-    def _record(self, values: Sequence[int], count: int) -> bool:
-        """Append a step's tokens to the rows that have not ended; True if no row goes on."""
-        for transcript, value in zip(self._transcripts, values, strict=True):
-            if transcript.finish_reason is None:
-                transcript.push(value)
-        if count == self._max_new_tokens:
+    def _decode(self, sampler: Sampler, tokens: Tensor) -> Iterator[list[list[int]]]:
+        """What every row gets in each turn, first its first token and then one of each step."""
+        position = len(self.prompt_ids)
+        while True:
+            values = tokens.tolist()
+            yield [[value] for value in values]
+            logits = self._session.runner.decode(tokens, position)
+            self._session.cached_ids.append(values[0])
+            position += 1
+            tokens = sampler.choose(logits, position)
+
+    def _speculate(self, sampler: Sampler, tokens: Tensor, speculator: Speculator) -> Iterator[list[list[int]]]:
+        """The same for a single row, of which a step adds one or several."""
+        added = tokens.tolist()
+        text = [*self.prompt_ids, *added]
+        yield [added]
+        speculator.begin(text)
+        while True:
+            added = speculator.advance(text, sampler, len(self.prompt_ids) + self._max_new_tokens - len(text))
+            text += added
+            # The last token is chosen and not yet read.
+            self._session.cached_ids = text[:-1]
+            yield [added]
+
+    def _record(self, added: Sequence[Sequence[int]]) -> bool:
+        """Append a step's tokens to the rows, each up to its end; True if no row goes on."""
+        for transcript, values in zip(self._transcripts, added, strict=True):
+            for value in values:
+                if transcript.finish_reason is None:
+                    transcript.push(value)
+        self._count += len(added[0])
+        if self._count == self._max_new_tokens:
             self._finish("length")
         return all(transcript.finish_reason is not None for transcript in self._transcripts)
 
@@ -193,28 +218,6 @@ class Stream:
         for transcript in self._transcripts:
             if transcript.finish_reason is None:
                 transcript.finish(reason)
-
-
-class _Chooser:
-    """Samples the next token of every row and remembers what the repetition penalty needs."""
-
-    def __init__(
-        self, sampling: SamplingConfig, sample_ids: Sequence[int], prompt_ids: Sequence[int], logits: Tensor
-    ) -> None:
-        self._sampling = sampling
-        self._rows = torch.tensor(sample_ids, device=logits.device)
-        self._seen: Tensor | None = None
-        if sampling.repetition_penalty != 1:
-            self._seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-            self._seen[:, torch.tensor(prompt_ids, device=logits.device)] = True
-
-    def choose(self, logits: Tensor, position: int) -> Tensor:
-        """(B,) int64 tokens for `position` from (B, V) logits."""
-        where = torch.full((1,), position, device=logits.device)  # filled there, where a copy would wait for the GPU
-        tokens = sample(logits, self._sampling, where, rows=self._rows, seen=self._seen)
-        if self._seen is not None:
-            self._seen.scatter_(1, tokens[:, None], True)
-        return tokens
 
 
 def stream(

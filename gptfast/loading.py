@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from gptfast.checkpoint.base import DENSE_DTYPES, Checkpoint, check_finite, check_tensor
 from gptfast.checkpoint.shapes import list_tensor_shapes
-from gptfast.errors import CheckpointError
+from gptfast.errors import CheckpointError, UserError
 from gptfast.kernels import ops
 from gptfast.kernels.packing import can_pack, pack
 from gptfast.linear import PackedEmbedding, PackedLinear, PackedMatrix
+from gptfast.memory import get_available_memory
 from gptfast.model import FUSED_PROJECTIONS, Transformer, describe_dtype
 from gptfast.quantization import QuantizedWeight, WeightScheme, join_rows
 
@@ -193,6 +194,17 @@ def estimate_weight_bytes(checkpoint: Checkpoint, weights: Weights, dtype: torch
                 each = STORED_BITS.get(checkpoint.describe_type(name).split()[0], each)
         bits += math.prod(shape) * each
     return int(bits / 8)
+
+
+def check_memory(checkpoint: Checkpoint, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise UserError if the weights are larger than the memory that is free for them."""
+    needed = estimate_weight_bytes(checkpoint, weights, dtype, device)
+    free = get_available_memory(device)
+    if free is not None and needed > free:
+        raise UserError(
+            f"the weights of {checkpoint.path} take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on "
+            f"{device.type}; use a smaller model{'' if weights == 'int4' else ' or --weights int4'}"
+        )
 
 
 def list_sources(name: str) -> list[str]:

@@ -28,8 +28,14 @@ KV_ALIGNMENT = 32
 """Slots: attention on a CPU reads the filled part of the cache rounded up to this, which keeps its loops whole."""
 SMALLEST_KV_GRAPH = 256
 """Slots: on CUDA it reads the filled part rounded up to this or a power of two above, each a CUDA graph."""
+MOST_VERIFIED = 16
+"""Tokens of a draft, and the one before it, that are verified at once; the CPU's products cost little more for a few
+rows than for one, and each twice that for twice as many from about 8 on."""
 INITIAL_CAPACITY = {"cpu": 2048, "cuda": 8192}
 """Tokens: what the cache holds before it has to grow; growing costs a copy, and on CUDA new graphs."""
+
+ANY_SIZE = 0
+"""Instead of a number of tokens: any from 2 to `MOST_VERIFIED`."""
 
 CompileKind = Literal["cold", "cached", "none"]
 
@@ -120,12 +126,17 @@ class Runner:
                 f"and {free / 1e9:.1f} GB are free on {self.device.type}; shorten the text or use a smaller batch"
             )
 
-    def warm_up(self, prompt_tokens: int | None = None) -> None:
-        """Compile the steps that generating from a prompt of that length needs, or from any prompt if None."""
+    def warm_up(self, prompt_tokens: int | None = None, *, verifies: bool = False) -> None:
+        """Compile the steps that generating from a prompt of that length needs, or from any prompt if None.
+
+        `verifies` includes the one that `verify` needs; on CUDA each size is compiled when it is first needed.
+        """
         sizes = PREFILL_CHUNKS if prompt_tokens is None else plan_chunks(prompt_tokens)
         for size in sorted(set(sizes), reverse=True):
             self._get_step(prefill, size)
         self._get_step(decode_one_token, 1)
+        if verifies and self.device.type == "cpu":
+            self._get_step(verify, ANY_SIZE)
 
     @torch.no_grad()
     def prefill(self, tokens: Sequence[int], start: int = 0) -> Tensor:
@@ -139,7 +150,7 @@ class Runner:
         return logits.expand(self.batch_size, -1)
 
     @torch.no_grad()
-    def verify(self, tokens: Sequence[int], start: int = 0) -> Tensor:
+    def score(self, tokens: Sequence[int], start: int = 0) -> Tensor:
         """Read tokens into the cache as `prefill` does; (S, V) float32 logits after every one of them."""
         logits = [
             self._get_step(verify, chunk.shape[1])(self.model, chunk, input_pos, kv_pos)[0, :count]
@@ -154,6 +165,21 @@ class Runner:
         self._input_pos.fill_(position)
         kv_pos = self._get_kv_pos(position + 1)
         return self._get_step(decode_one_token, 1)(self.model, tokens[:, None].contiguous(), self._input_pos, kv_pos)
+
+    @torch.no_grad()
+    def verify(self, tokens: Tensor, position: int) -> Tensor:
+        """Extend a single row by tokens (S,) int64 from `position` on; (S, V) float32 logits after every one of them.
+
+        S is 2 to `MOST_VERIFIED`. One step computes them all, and each row is that of `decode`, to the bit where
+        the CPU kernels or CUDA's own do the products. What is rejected afterwards need not be cleared: positions tell
+        which slots are filled.
+        """
+        size = tokens.shape[0]
+        assert 2 <= size <= MOST_VERIFIED
+        self.reserve(position + size)
+        input_pos = self._positions[position : position + size].clone()
+        step = self._get_step(verify, size if self.device.type == "cuda" else ANY_SIZE)
+        return step(self.model, tokens[None], input_pos, self._get_kv_pos(position + size))[0]
 
     @contextlib.contextmanager
     def separate_kernels(self) -> Iterator[None]:
@@ -202,7 +228,9 @@ class Runner:
         if not self.is_compiled:
             return function
         try:
-            step = compile_step(function, self.model, self._make_inputs(function, size))
+            any_size = range(2, MOST_VERIFIED + 1) if size == ANY_SIZE else None
+            inputs = self._make_inputs(function, MOST_VERIFIED if size == ANY_SIZE else size)
+            step = compile_step(function, self.model, inputs, sizes=any_size)
         except CompilationError as error:
             logger.warning("nothing can be compiled here, so steps run eagerly, which is slower: %s", error)
             self.is_compiled = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +35,77 @@ def on_one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+class Sampler:
+    """Chooses the tokens of texts that grow together, and remembers what the repetition penalty needs."""
+
+    def __init__(
+        self,
+        sampling: SamplingConfig,
+        prompt_ids: Sequence[int],
+        vocab_size: int,
+        *,
+        sample_ids: Sequence[int] = (0,),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._sampling = sampling
+        self._rows = torch.tensor(sample_ids, device=device)
+        self._seen: Tensor | None = None
+        if sampling.repetition_penalty != 1:
+            self._seen = torch.zeros(len(sample_ids), vocab_size, dtype=torch.bool, device=device)
+            self._seen[:, torch.tensor(prompt_ids, device=device)] = True
+
+    def choose(self, logits: Tensor, position: int) -> Tensor:
+        """The next token of every text, (B,) int64 for `position`, from (B, V) logits."""
+        tokens = sample(logits, self._sampling, self._get_positions(position, 1), rows=self._rows, seen=self._seen)
+        self._remember(tokens[:, None])
+        return tokens
+
+    def propose(self, logits: Tensor, position: int, drafted: Tensor) -> Tensor:
+        """What a text of its own would have at `position`, (1,) int64, if it went on with the n tokens `drafted` (n,).
+
+        `logits` (1, V) are those of a draft model. The noise is that of `choose` there, so a draft model that knows
+        the target's probabilities chooses the target's token.
+        """
+        seen = None if self._seen is None else self._see_each(drafted)[-1:]
+        return sample(logits, self._sampling, self._get_positions(position, 1), rows=self._rows, seen=seen)
+
+    def accept(self, logits: Tensor, position: int, drafted: Tensor) -> list[int]:
+        """The next tokens of a single text, one more than are accepted of the n `drafted` (n,) for `position` on.
+
+        `logits` (n + 1, V) are the target's for `position` and those after it, given the drafted tokens. The result is
+        what `choose` would return one by one: at every position the target's own choice stands, and a drafted token
+        that differs from it ends the row.
+        """
+        count = drafted.shape[0]
+        positions, rows = self._get_positions(position, count + 1), self._rows.expand(count + 1)
+        seen = None if self._seen is None else self._see_each(drafted)
+        tokens = sample(logits, self._sampling, positions, rows=rows, seen=seen)
+        is_accepted = (tokens[:-1] == drafted).cumprod(0)
+        # One copy to the host for both.
+        accepted, *values = torch.cat([is_accepted.sum(0, keepdim=True), tokens]).tolist()
+        self._remember(tokens[None, : accepted + 1])
+        return values[: accepted + 1]
+
+    def _get_positions(self, first: int, count: int) -> Tensor:
+        return torch.arange(first, first + count, device=self._rows.device)
+
+    def _remember(self, tokens: Tensor) -> None:
+        if self._seen is not None:
+            self._seen.scatter_(1, tokens, True)
+
+    def _see_each(self, drafted: Tensor) -> Tensor:
+        """What has been seen before each of the drafted tokens and after the last, (n + 1, V)."""
+        assert self._seen is not None
+        count = drafted.shape[0]
+        seen = self._seen.repeat(count + 1, 1)
+        if count:
+            is_before = torch.ones(count + 1, count, dtype=torch.bool, device=seen.device).tril(-1)
+            added = torch.zeros_like(seen, dtype=torch.uint8)
+            added.scatter_reduce_(1, drafted.expand(count + 1, count), is_before.to(torch.uint8), "amax")
+            seen |= added.bool()
+        return seen
+
+
 @on_one_thread()
 def sample(
     logits: Tensor,
@@ -48,7 +119,7 @@ def sample(
 
     Args:
         logits: (B, V) of any floating dtype.
-        position: (1,) int64, where the token will stand.
+        position: (1,) or (B,) int64, where the token will stand.
         rows: (B,) int64, which sample each row is; 0 to B-1 if None.
         seen: (B, V) bool, the tokens that the repetition penalty is for.
 
@@ -108,7 +179,7 @@ def find_nucleus_threshold(probabilities: Tensor, top_p: float) -> Tensor:
 
 
 def draw_gumbel(seed: int, rows: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise (B, V) float32 for the samples `rows` (B,) at `position` (1,)."""
+    """Standard Gumbel noise (B, V) float32 for the samples `rows` (B,) at `position` (1,) or (B,)."""
     stream = mix_bits(mix_bits(torch.full_like(rows, seed) ^ mix_bits(rows)) + position)
     counter = torch.arange(1, vocab_size + 1, device=rows.device) * GOLDEN_GAMMA
     bits = mix_bits(stream[:, None] + counter)

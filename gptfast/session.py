@@ -23,10 +23,11 @@ from gptfast.config import GenerationDefaults
 from gptfast.cpu import describe_cpu
 from gptfast.errors import UserError
 from gptfast.kernels import ops
-from gptfast.loading import WEIGHTS, Weights, estimate_weight_bytes, load_model
-from gptfast.memory import get_available_memory
+from gptfast.loading import WEIGHTS, Weights, check_memory, load_model
 from gptfast.model import describe_dtype
 from gptfast.runner import Runner
+from gptfast.speculation.selection import open_speculator
+from gptfast.speculation.speculator import Speculator
 from gptfast.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Session:
         load_s: seconds from the checkpoint on disk to the model in memory, the choice of a dtype included.
         cached_ids: the tokens whose keys and values the cache holds.
         owner: the stream that they belong to; it cannot go on once another one has begun.
+        speculator: proposes tokens for the model to verify; None for plain decoding.
     """
 
     checkpoint: Checkpoint
@@ -62,6 +64,7 @@ class Session:
     load_s: float
     cached_ids: list[int] = field(default_factory=list)
     owner: object = None
+    speculator: Speculator | None = None
 
     @property
     def defaults(self) -> GenerationDefaults:
@@ -99,6 +102,12 @@ class Session:
         """Bytes of weights that a decode step reads."""
         return self.runner.model.count_weight_bytes_per_token()
 
+    def warm_up(self, prompt_tokens: int | None = None) -> None:
+        """Compile the steps that generating from a prompt of that length needs, or from any prompt if None."""
+        self.runner.warm_up(prompt_tokens)
+        if self.speculator is not None:
+            self.speculator.warm_up(prompt_tokens)
+
     @functools.cached_property
     def chat_template(self) -> ChatTemplate | None:
         """None for a base model; read when first asked for, as a raw prompt needs none."""
@@ -117,6 +126,8 @@ def load(
     compile: bool = False,
     batch_size: int = 1,
     threads: int | None = None,
+    draft: str | None = None,
+    speculate_k: int | None = None,
 ) -> Session:
     """Load a model and make it ready to run.
 
@@ -133,12 +144,17 @@ def load(
         compile: run compiled steps; the first start on a machine compiles them, later ones load them.
         batch_size: texts that are decoded at once.
         threads: for the CPU, of the whole process; None leaves torch's own choice.
+        draft: speculate, which changes the speed and not the text: `ngram`, a checkpoint's path, `int4`, `int8`,
+            `layers:N`, or `ngram,` before one of the others; see `gptfast.speculation.selection.open_speculator`.
+        speculate_k: tokens to propose in every round; None for as many as pay.
 
     Raises:
         UserError: a setting that cannot be honoured, or a checkpoint that cannot be read.
     """
     if batch_size < 1:
         raise UserError(f"batch size is {batch_size}; it must be at least 1")
+    if draft is None and speculate_k is not None:
+        raise UserError(f"{speculate_k} tokens are to be speculated but nothing proposes them; name a draft")
     if threads is not None:
         set_threads(threads)
     check_choice("weights", weights, WEIGHTS)
@@ -154,11 +170,15 @@ def load(
     )
     if activations == "int8" and not model.rounds_inputs:
         logger.warning("activations are rounded for the CPU's quantized weights only, of which there are none here")
+    runner = Runner(model, batch_size=batch_size, compile=compile, kv_dtype=chosen_kv_dtype)
+    tokenizer = checkpoint.load_tokenizer()
+    speculator = None if draft is None else open_speculator(draft, runner, checkpoint, tokenizer, k=speculate_k)
     return Session(
         checkpoint=checkpoint,
-        runner=Runner(model, batch_size=batch_size, compile=compile, kv_dtype=chosen_kv_dtype),
-        tokenizer=checkpoint.load_tokenizer(),
+        runner=runner,
+        tokenizer=tokenizer,
         load_s=time.perf_counter() - start,
+        speculator=speculator,
     )
 
 
@@ -174,17 +194,6 @@ def set_threads(threads: int) -> None:
     if not 1 <= threads <= most:
         raise UserError(f"{threads} threads are not supported on this machine; give 1 to {most}")
     torch.set_num_threads(threads)
-
-
-def check_memory(checkpoint: Checkpoint, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UserError if the weights are larger than the memory that is free for them."""
-    needed = estimate_weight_bytes(checkpoint, weights, dtype, device)
-    free = get_available_memory(device)
-    if free is not None and needed > free:
-        raise UserError(
-            f"the weights of {checkpoint.path} take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on "
-            f"{device.type}; use a smaller model{'' if weights == 'int4' else ' or --weights int4'}"
-        )
 
 
 def choose_device(name: str) -> torch.device:

@@ -151,7 +151,7 @@ def own_cache(cache: Path, compiled: Session, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     made_before = dict(compiled.runner._steps)
 
-    def build(function: Step, _model: object, inputs: dict[str, Tensor], _separate_kernels: bool) -> Step:
+    def build(function: Step, _model: object, inputs: dict[str, Tensor], *_settings: object) -> Step:
         return made_before[function, inputs["tokens"].shape[1]]
 
     monkeypatch.setattr("gptfast.compilation.build_step", build)

@@ -80,7 +80,7 @@ def test_no_piece_ends_within_a_character(eager: Session, monkeypatch: pytest.Mo
     assert len(expected) < len(ids)
 
     chosen = iter(ids)
-    monkeypatch.setattr(generation._Chooser, "choose", lambda *_: torch.tensor([next(chosen)]))
+    monkeypatch.setattr(generation.Sampler, "choose", lambda *_: torch.tensor([next(chosen)]))
     pieces = list(stream(eager, [5], max_new_tokens=len(ids)))
     assert pieces == expected
     assert "\ufffd" not in "".join(pieces)

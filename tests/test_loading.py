@@ -90,7 +90,7 @@ def assert_computes(session: Session, weights: Mapping[str, Tensor], tolerance: 
     config = session.runner.model.config
     tokens = random_tokens(config, LENGTH)
     expected = reference_logits(weights, config, tokens)
-    read = session.runner.verify(tokens[:40])
+    read = session.runner.score(tokens[:40])
     decoded = torch.cat([session.runner.decode(torch.tensor([tokens[i]]), i) for i in range(40, LENGTH)])
     difference = (torch.cat([read, decoded]).double() - expected).abs().max()
     assert difference < tolerance * max(1.0, float(expected.std()))
@@ -129,8 +129,8 @@ def test_rounded_activations_move_the_logits_a_little(config: str, write: Callab
     rounded = load(write(config), weights="int8", dtype="float32")
     assert (exact.activations, rounded.activations) == ("fp32", "int8")
     tokens = random_tokens(CONFIGS[config], LENGTH)
-    expected = exact.runner.verify(tokens)
-    difference = (rounded.runner.verify(tokens) - expected).std() / expected.std()
+    expected = exact.runner.score(tokens)
+    difference = (rounded.runner.score(tokens) - expected).std() / expected.std()
     assert 1e-4 < difference < 0.05
 
 
@@ -206,7 +206,7 @@ def test_a_token_read_with_others_has_the_logits_that_it_has_alone(weights: str,
     """Up to the bit in eager steps with rounded activations, whose sums are of integers."""
     session = load(write("apart"), dtype="float32", weights=weights)
     tokens = random_tokens(CONFIGS["apart"], 30)
-    together = session.runner.verify(tokens)
+    together = session.runner.score(tokens)
     for position, token in enumerate(tokens):
         assert torch.equal(session.runner.decode(torch.tensor([token]), position)[0], together[position])
 
@@ -221,8 +221,8 @@ def test_smaller_keys_and_values_move_the_logits_a_little(
 ) -> None:
     tokens = random_tokens(CONFIGS[config], LENGTH)
     exact, smaller = (load(write(config), kv_dtype=name, **EXACT) for name in ("fp32", kv_dtype))
-    expected = exact.runner.verify(tokens)
-    difference = (smaller.runner.verify(tokens) - expected).std() / expected.std()
+    expected = exact.runner.score(tokens)
+    difference = (smaller.runner.score(tokens) - expected).std() / expected.std()
     assert 1e-5 < difference < most
 
 
@@ -257,7 +257,7 @@ def test_bytes_of_a_token_are_those_of_its_keys_values_and_scales(
 def test_weights_larger_than_the_free_memory_are_refused_by_the_precision_asked_for(
     write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gptfast.session.get_available_memory", lambda _: 400_000)
+    monkeypatch.setattr("gptfast.loading.get_available_memory", lambda _: 400_000)
     load(write("apart"), weights="int4", dtype="float32")
     with pytest.raises(UserError, match="GB are free on cpu; use a smaller model or --weights int4"):
         load(write("apart"), weights="fp32", dtype="float32")

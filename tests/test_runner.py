@@ -19,7 +19,7 @@ from gptfast import runner as runner_module
 from gptfast.compilation import CompilationError, compile_step
 from gptfast.errors import PromptError
 from gptfast.memory import get_resident_memory
-from gptfast.runner import PREFILL_CHUNKS, CompileStatistics, Runner, plan_chunks, round_up
+from gptfast.runner import MOST_VERIFIED, PREFILL_CHUNKS, CompileStatistics, Runner, plan_chunks, round_up
 from gptfast.session import Session
 from tests.reference.families import FAMILIES, random_tokens
 from tests.reference.product import load as load_model
@@ -279,12 +279,12 @@ def test_a_machine_that_cannot_compile_runs_eagerly_and_says_so(
 ) -> None:
     calls = 0
 
-    def fail_after(*arguments: object) -> object:
+    def fail_after(*arguments: object, **settings: object) -> object:
         nonlocal calls
         calls += 1
         if calls > compilable:
             raise CompilationError("no compiler")
-        return compile_step(*arguments)  # type: ignore[arg-type]
+        return compile_step(*arguments, **settings)  # type: ignore[arg-type]
 
     monkeypatch.setattr(runner_module, "compile_step", fail_after)
     runner = load_tiny(directory, compile=True).runner
@@ -319,27 +319,27 @@ def test_memory_and_compilations_stay_flat_over_200_prompts(compiled: Session) -
 @pytest.mark.parametrize("length", [1, 32, 33, 300])
 def test_verify_gives_the_logits_after_every_token(length: int, runner: Runner, directory: Path) -> None:
     ids = random_prompt(length, seed=length)
-    assert_near(runner.verify(ids), run(load_model(directory, length), ids))
+    assert_near(runner.score(ids), run(load_model(directory, length), ids))
 
 
 def test_verify_goes_on_where_prefill_ended_and_decode_where_verify_ended(runner: Runner, directory: Path) -> None:
     ids = random_prompt(120)
     expected = run(load_model(directory, len(ids)), ids)
     runner.prefill(ids[:70])
-    assert_near(runner.verify(ids[70:110], 70), expected[70:110])
+    assert_near(runner.score(ids[70:110], 70), expected[70:110])
     assert_near(runner.decode(torch.tensor([ids[110]]), 110)[0], expected[110])
 
 
 def test_verify_takes_back_what_it_read_before(runner: Runner, directory: Path) -> None:
     ids = random_prompt(60)
-    runner.verify([*ids[:40], 7, 8, 9, 10, 11])
-    assert_near(runner.verify(ids[40:], 40), run(load_model(directory, len(ids)), ids)[40:])
+    runner.score([*ids[:40], 7, 8, 9, 10, 11])
+    assert_near(runner.score(ids[40:], 40), run(load_model(directory, len(ids)), ids)[40:])
 
 
 def test_rows_of_a_batch_read_the_tokens_that_verify_reads(directory: Path) -> None:
     batch, single = load_tiny(directory, batch_size=3).runner, load_tiny(directory).runner
     ids = random_prompt(40)
-    assert_near(batch.verify(ids), single.verify(ids))
+    assert_near(batch.score(ids), single.score(ids))
     logits = batch.decode(torch.tensor([7, 8, 9]), 40)
     for row, token in enumerate((7, 8, 9)):
         assert_near(logits[row], single.decode(torch.tensor([token]), 40)[0])
@@ -347,7 +347,7 @@ def test_rows_of_a_batch_read_the_tokens_that_verify_reads(directory: Path) -> N
 
 def test_verify_refuses_what_does_not_fit_the_context(eager: Session) -> None:
     with pytest.raises(PromptError, match=f"{CONTEXT + 1} tokens .* {CONTEXT}"):
-        eager.runner.verify([5, 6], CONTEXT - 1)
+        eager.runner.score([5, 6], CONTEXT - 1)
 
 
 def test_verify_is_compiled_when_it_is_first_called_and_then_no_more(directory: Path) -> None:
@@ -355,9 +355,80 @@ def test_verify_is_compiled_when_it_is_first_called_and_then_no_more(directory: 
     runner.warm_up()
     made = runner.compile_statistics.compiled + runner.compile_statistics.loaded
     assert made == 3
-    runner.verify(random_prompt(300))
+    runner.score(random_prompt(300))
     assert runner.compile_statistics.compiled + runner.compile_statistics.loaded == made + 2
     before = count_compilations(runner.compile_statistics)
     for length in (1, 31, 200, 700):
-        runner.verify(random_prompt(length))
+        runner.score(random_prompt(length))
+    assert count_compilations(runner.compile_statistics) == before
+
+
+# Tokens that a draft proposes
+
+
+PRECISIONS = [
+    (weights, activations, kv_dtype)
+    for weights, activations in (("fp32", "fp32"), ("bf16", "fp32"), ("int4", "fp32"), ("int4", "int8"))
+    for kv_dtype in ("fp32", "bf16", "int8")
+]
+QUICK_TO_COMPILE = {("fp32", "fp32", "fp32"), ("bf16", "fp32", "bf16"), ("int4", "int8", "int8")}
+"""Each of the values once, but not every three of them: a step costs seconds to compile."""
+EXACT_CASES = [
+    pytest.param(
+        *precisions,
+        is_compiled,
+        marks=[pytest.mark.slow] if is_compiled and precisions not in QUICK_TO_COMPILE else [],
+    )
+    for precisions in PRECISIONS
+    for is_compiled in (False, True)
+]
+
+
+@pytest.mark.parametrize(("weights", "activations", "kv_dtype", "is_compiled"), EXACT_CASES)
+def test_the_rows_of_verify_are_those_of_decode_to_the_bit(
+    weights: str, activations: str, kv_dtype: str, is_compiled: bool, directory: Path
+) -> None:
+    settings = {"weights": weights, "activations": activations, "kv_dtype": kv_dtype, "compile": is_compiled}
+    runner = load_tiny(directory, **settings).runner
+    ids = random_prompt(200, seed=4)
+    for start in (1, 27, 120):  # the second crosses the slots that attention reads at once
+        runner.prefill(ids[:start])
+        expected = [runner.decode(torch.tensor([ids[i]]), i)[0].clone() for i in range(start, start + 20)]
+        for size in range(2, MOST_VERIFIED + 1):
+            runner.verify(torch.tensor(random_prompt(MOST_VERIFIED, seed=size)), start)  # as if all were rejected
+            rows = runner.verify(torch.tensor(ids[start : start + size]), start)
+            assert rows.shape == (size, expected[0].shape[0])
+            for row, alone in zip(rows, expected, strict=False):
+                assert torch.equal(row, alone), (start, size)
+            # The cache holds what it would after decoding, too.
+            after = start + size
+            assert torch.equal(runner.decode(torch.tensor([ids[after]]), after)[0], expected[size])
+
+
+def test_tokens_that_are_verified_make_room_for_themselves(directory: Path) -> None:
+    runner = load_tiny(directory).runner
+    ids = random_prompt(2060)
+    runner.prefill(ids[:2044])
+    assert runner.capacity == 2048
+    rows = runner.verify(torch.tensor(ids[2044:]), 2044)
+    assert runner.capacity == CONTEXT
+    assert_near(rows[-1:], runner.prefill(ids))
+
+
+def test_no_token_behind_the_context_is_verified(eager: Session) -> None:
+    eager.runner.verify(torch.tensor([5, 6]), CONTEXT - 2)
+    with pytest.raises(PromptError, match=f"{CONTEXT + 1} tokens .* {CONTEXT}"):
+        eager.runner.verify(torch.tensor([5, 6]), CONTEXT - 1)
+
+
+def test_one_compiled_step_verifies_any_number_of_tokens(directory: Path) -> None:
+    runner = load_tiny(directory, compile=True).runner
+    runner.warm_up(5)
+    made = runner.compile_statistics.compiled + runner.compile_statistics.loaded
+    runner.warm_up(5, verifies=True)
+    assert runner.compile_statistics.compiled + runner.compile_statistics.loaded == made + 1
+    before = count_compilations(runner.compile_statistics)
+    runner.prefill(random_prompt(5))
+    for size in (16, 2, 9, 3, 15):
+        assert runner.verify(torch.tensor(random_prompt(size)), 5).shape[0] == size
     assert count_compilations(runner.compile_statistics) == before

@@ -21,6 +21,7 @@ from gptfast.cli.options import (
     execution_options,
     json_option,
     random_option,
+    speculation_options,
 )
 from gptfast.config import SamplingConfig
 from gptfast.errors import PromptError, UserError
@@ -35,6 +36,7 @@ DEFAULT_QUESTION = "What is the capital of France, and what is it known for?"
 DEFAULT_TEXT = "The history of the Roman Empire begins with"
 SYNTHETIC_TOKENS = 32
 INTERRUPTED = 130
+DIVERGED = 1
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,9 @@ class Options:
     activations: str | None
     kv_dtype: str | None
     threads: int | None
+    draft: str | None
+    speculate_k: int | None
+    check_exact: bool
     profile: Path | None
     as_json: bool
 
@@ -111,6 +116,8 @@ class Options:
     "--compile-prefill", is_flag=True, hidden=True, help="Accepted for gpt-fast's users: --compile does both."
 )
 @execution_options
+@speculation_options
+@click.option("--check-exact", is_flag=True, help="Decode each text again without speculation and compare.")
 @click.option("--profile", type=click.Path(dir_okay=False, path_type=Path), help="Write a trace for chrome://tracing.")
 @json_option
 def command(**settings: Any) -> int:
@@ -136,6 +143,8 @@ def command(**settings: Any) -> int:
         compile=options.compile or options.compile_prefill,
         batch_size=options.batch_size,
         threads=options.threads,
+        draft=options.draft,
+        speculate_k=options.speculate_k,
     )
     sampling = options.change(session.defaults.sampling)
     with record_profile(options.profile):
@@ -144,8 +153,9 @@ def command(**settings: Any) -> int:
         else:
             produce = print_samples
         results, is_interrupted = produce(session, sampling, options)
+    is_exact = not options.check_exact or check_exact(session, sampling, options, results)
     print_report(RunReport(session, results, import_s, sampling.seed), options.as_json)
-    return INTERRUPTED if is_interrupted else 0
+    return INTERRUPTED if is_interrupted else 0 if is_exact else DIVERGED
 
 
 def check_options(options: Options) -> None:
@@ -167,6 +177,10 @@ def check_options(options: Options) -> None:
         raise UserError(f"num-samples is {options.num_samples}; it must be at least 1")
     if options.max_new_tokens is not None and options.max_new_tokens < 0:
         raise UserError(f"max-new-tokens is {options.max_new_tokens}; it must be 0 or more")
+    if options.draft is not None and options.batch_size > 1:
+        raise UserError("--draft speculates for one text at a time; leave out --batch-size")
+    if options.check_exact and (options.draft is None or options.interactive):
+        raise UserError("--check-exact compares speculation with plain decoding; give --draft, and no --interactive")
     if "" in options.stop:
         raise UserError("an empty --stop would end every text at once; leave it out")
     if sys.stdin is None and (options.interactive or "-" in (options.prompt, options.prompt_file)):
@@ -201,6 +215,29 @@ def print_samples(session: Session, sampling: SamplingConfig, options: Options) 
         if is_interrupted:
             return results, True
     return results, False
+
+
+def check_exact(session: Session, sampling: SamplingConfig, options: Options, results: list[GenerationResult]) -> bool:
+    """Say of every text whether plain decoding gives it too; True if it does for all."""
+    from gptfast.exactness import find_divergence
+    from gptfast.generation import encode_prompt
+
+    prompt = encode_prompt(session, build_prompt(session, options))
+    is_exact = True
+    for index, result in enumerate(results):
+        found = find_divergence(
+            session, prompt, result, sampling=sampling, sample_id=index, ignore_eos=options.ignore_eos
+        )
+        if found is None:
+            click.echo(f"exact: {result.new_tokens} tokens are those of plain decoding", err=True)
+            continue
+        is_exact = False
+        click.echo(
+            f"not exact: token {found.index} is {found.speculated} and {found.plain} in plain decoding, where the two "
+            f"largest logits are {found.top_2_margin:.3g} apart",
+            err=True,
+        )
+    return is_exact
 
 
 def print_stream(pieces: Stream) -> bool:

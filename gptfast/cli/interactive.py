@@ -24,7 +24,7 @@ def chat(session: Session, sampling: SamplingConfig, options: Options) -> tuple[
     """Talk until the end of input, or Ctrl-C at the prompt; the replies, and whether it was Ctrl-C."""
     if session.chat_template is None:
         raise PromptError("this model has no chat template, so it cannot chat; leave out --interactive")
-    session.runner.warm_up()
+    session.warm_up()
     system = [] if options.system is None else [Message("system", options.system)]
     turns: list[Message] = []
     results: list[GenerationResult] = []

@@ -40,7 +40,41 @@ EXECUTION_OPTIONS = (
     kv_dtype_option,
     click.option("--threads", type=int, help="CPU threads [default: torch's choice]."),
 )
+
+
+def parse_token_count(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
+    """A number of tokens, None for `auto`; a usage error for anything else."""
+    if value is None or value == "auto":
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither a number of tokens nor auto") from None
+
+
+speculate_k_option = click.option(
+    "--speculate-k",
+    callback=parse_token_count,
+    metavar="K|auto",
+    help="Tokens to propose in every round [default: auto, as many as pay].",
+)
+SPECULATION_OPTIONS = (
+    click.option(
+        "--draft",
+        "--draft-checkpoint",
+        "--draft-checkpoint-path",
+        "draft",
+        metavar="WHAT",
+        help="Speculate with ngram, a checkpoint, int4 or int8 (the model itself), layers:N, or ngram,WHAT.",
+    ),
+    speculate_k_option,
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
+
+
+def speculation_options(command: Command) -> Command:
+    """Give a command the options that say what proposes tokens, named as `load` names them."""
+    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(SPECULATION_OPTIONS), command)
 
 
 def execution_options(command: Command) -> Command:

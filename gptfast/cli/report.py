@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from gptfast.memory import get_peak_memory
 if TYPE_CHECKING:
     from gptfast.generation import GenerationResult
     from gptfast.session import Session
+    from gptfast.speculation.controller import SpeculationStatistics
+    from gptfast.speculation.speculator import Speculator
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,15 @@ class RunReport:
 
     @property
     def bandwidth_gb_per_s(self) -> float:
-        """Bytes of weights read per second while decoding, in GB = 1e9; a batch reads them once per step."""
+        """Bytes of weights read per second while decoding, in GB = 1e9; a batch reads them once per step.
+
+        A draft model's are read for every token that it proposes.
+        """
         steps = sum(result.decode_steps / result.batch_size for result in self.results)
-        return self._per_decode_s(steps) * self.session.weight_bytes_per_token / 1e9
+        read_bytes = steps * self.session.weight_bytes_per_token
+        if self.session.speculator is not None:
+            read_bytes += self.session.speculator.count_draft_bytes()
+        return self._per_decode_s(read_bytes) / 1e9
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -86,6 +95,11 @@ class RunReport:
             "torch": torch.__version__,
             "seed": self.seed,
         }
+        if self.session.speculator is not None:
+            fields["speculation"] = {
+                name: describe_speculation(statistics)
+                for name, statistics in self.session.speculator.statistics.items()
+            }
         if len(self.results) > 1:
             fields["samples"] = [
                 {"text": r.text, "token_ids": list(r.token_ids), "finish_reason": r.finish_reason} for r in self.results
@@ -99,6 +113,7 @@ class RunReport:
         session = self.session
         precision = describe_precision(session.dtype, session.weights, session.activations, session.kv_dtype)
         threads = f"{torch.get_num_threads()} threads, " if self.device == "cpu" else ""
+        unit = "token" if session.speculator is None else "step"
         megabytes = session.weight_bytes_per_token / 1e6
         rows = [
             ("run", f"{self.device}, {precision}, {threads}torch {torch.__version__}"),
@@ -115,8 +130,10 @@ class RunReport:
                     f"first token after {first.ttft_s:.2f} s",
                 ),
                 ("decode", f"{new_tokens} tokens, {self.decode_tokens_per_s:.1f} tokens/s, ended by {ends}"),
-                ("weights", f"{megabytes:,.1f} MB read per token, {self.bandwidth_gb_per_s:.1f} GB/s"),
+                ("weights", f"{megabytes:,.1f} MB read per {unit}, {self.bandwidth_gb_per_s:.1f} GB/s"),
             ]
+        if session.speculator is not None:
+            rows += [("draft", f"{name}: {line}") for name, line in list_speculation_lines(session.speculator)]
         if len(self.results) > 1:
             rows.append(("texts", f"{len(self.results)}, {session.runner.batch_size} at once"))
         rows.append(("memory", f"{get_peak_memory(session.runner.device) / 1e9:.2f} GB peak"))
@@ -127,3 +144,40 @@ class RunReport:
         if not runner.is_compiled:
             return "not compiled" if runner.compiling_was_asked else "not compiled (--compile is faster)"
         return f"compile {runner.compile_statistics.seconds:.2f} s ({runner.compile_kind})"
+
+
+def describe_speculation(statistics: SpeculationStatistics) -> dict[str, Any]:
+    """What a proposer did, as JSON; times are means in milliseconds."""
+    return dataclasses.asdict(statistics) | {
+        "proposed": statistics.proposed,
+        "accepted": statistics.accepted,
+        "acceptance": statistics.acceptance,
+        "mean_accepted_length": statistics.mean_accepted_length,
+        "draft_ms_per_token": statistics.draft_ms_per_token,
+        "verify_ms": statistics.verify_ms,
+        "plain_ms": statistics.plain_ms,
+    }
+
+
+def list_speculation_lines(speculator: Speculator) -> Iterator[tuple[str, str]]:
+    """Lines on every proposer, each after its name."""
+    for name, found in speculator.statistics.items():
+        if not found.rounds:
+            yield name, f"no rounds in {found.plain_steps} steps"
+            continue
+        share = f"{found.accepted} of {found.proposed} tokens accepted ({found.acceptance:.0%})"
+        by_position = " ".join(str(count) for count in found.accept_counts if count)
+        yield name, share + (f", by position {by_position}" if by_position else "")
+        times = f"{found.verify_ms:.2f} ms to verify and {found.draft_ms_per_token:.2f} to propose each token"
+        plain = f"{found.plain_steps} plain steps, {found.plain_ms:.2f} ms"
+        yield name, f"{found.rounds} rounds of {found.mean_accepted_length:.2f} tokens, {times}; {plain}"
+        break_even = found.break_even_acceptances[found.usual_k - 1]
+        if break_even is not None:
+            yield (
+                name,
+                (
+                    f"{found.usual_k} tokens a round break even at an acceptance of {break_even:.0%}"
+                    if break_even <= 1
+                    else f"{found.usual_k} tokens a round pay at no acceptance"
+                ),
+            )

@@ -28,7 +28,7 @@ def read_blocks(runner: Runner, ids: Sequence[int], first: int, start: int = 0) 
     if start < first - 1:
         runner.prefill(ids[start : first - 1], start)
     for rows in torch.split(targets, CHUNK_TOKENS):
-        logits = runner.verify(ids[first - 1 : first - 1 + len(rows)], first - 1)
+        logits = runner.score(ids[first - 1 : first - 1 + len(rows)], first - 1)
         yield from zip(torch.split(logits, BLOCK_ROWS), torch.split(rows, BLOCK_ROWS), strict=True)
         first += len(rows)
 

@@ -80,7 +80,7 @@ def compute_by_hand(model: Session, base: Session, ids: list[int], windows: list
     for window in windows:
         targets = torch.tensor(ids[window.first : window.stop])
         p, q = (
-            session.runner.verify(ids[window.start : window.stop - 1])[window.first - window.start - 1 :].double()
+            session.runner.score(ids[window.start : window.stop - 1])[window.first - window.start - 1 :].double()
             for session in (model, base)
         )
         own = [(x.exp() / x.exp().sum(-1, keepdim=True)).gather(1, targets[:, None])[:, 0].log() for x in (p, q)]

@@ -1,0 +1,92 @@
+"""A smaller model as the proposer, with a key/value cache of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gptfast.errors import UserError
+from gptfast.model import Transformer
+from gptfast.runner import MOST_VERIFIED, Runner
+from gptfast.speculation.proposer import Choose
+
+
+class DraftModel:
+    """Decodes ahead of the target, token by token.
+
+    Its cache is rolled back by position: what it holds of tokens that were rejected is overwritten. After a round in
+    which all were accepted it lacks the last of them, and reads it together with the target's own token.
+
+    Args:
+        runner: of the draft model, for one text.
+        vocab_size: of the target; logits of the draft beyond it stand for padding and are left out.
+    """
+
+    def __init__(self, runner: Runner, vocab_size: int) -> None:
+        assert runner.batch_size == 1
+        self.runner = runner
+        self._vocab_size = vocab_size
+        self._read_ids: list[int] = []
+        self._drafted = torch.empty(0, dtype=torch.int64)
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Read all but the last token, which the first proposal starts from."""
+        if 1 < len(tokens) <= self.runner.context:
+            self._read(tokens[:-1])
+            self._remember(tokens[:-1])
+
+    def propose(self, tokens: Sequence[int], k: int, choose: Choose) -> Tensor:
+        """At most `k` tokens; fewer where the draft's context ends. See `Proposer.propose`."""
+        k = max(0, min(k, self.runner.context + 1 - len(tokens)))
+        drafted = torch.empty(k, dtype=torch.int64, device=self.runner.device)
+        if k == 0:
+            return drafted
+        logits = self._read(tokens)
+        for i in range(k):
+            drafted[i : i + 1] = choose(logits[:, : self._vocab_size], drafted[:i])
+            if i + 1 < k:
+                logits = self.runner.decode(drafted[i : i + 1], len(tokens) + i)
+        self._remember(tokens)
+        self._drafted = drafted[:-1]
+        return drafted
+
+    def _read(self, tokens: Sequence[int]) -> Tensor:
+        """Read what the cache lacks of the text, its last token at least; (1, V) logits after it."""
+        known = self._count_known(tokens)
+        self._remember(tokens[:known])  # what comes after it is overwritten now
+        missing = tokens[known:]
+        if len(missing) > MOST_VERIFIED:
+            return self.runner.prefill(missing, known)
+        ids = torch.tensor(missing, device=self.runner.device)
+        return self.runner.decode(ids, known) if len(missing) == 1 else self.runner.verify(ids, known)[-1:]
+
+    def _count_known(self, tokens: Sequence[int]) -> int:
+        """How many tokens, at most all but the last, the cache holds from the first on."""
+        held = [*self._read_ids, *self._drafted.tolist()][: len(tokens) - 1]
+        if list(tokens[: len(held)]) == held:
+            return len(held)
+        return next(i for i, (ours, theirs) in enumerate(zip(held, tokens, strict=False)) if ours != theirs)
+
+    def _remember(self, tokens: Sequence[int]) -> None:
+        self._read_ids, self._drafted = list(tokens), self._drafted[:0]
+
+
+def cut_layers(model: Transformer, n_layers: int) -> Transformer:
+    """The first layers of a model with its embedding, norm and output layer, whose weights it shares.
+
+    Caches are its own. Raises UserError unless `n_layers` is 1 to one less than the model has.
+    """
+    if not 0 < n_layers < model.config.n_layers:
+        raise UserError(
+            f"a draft of {n_layers} layers cannot be cut from a model of {model.config.n_layers}; "
+            f"use layers:1 to layers:{model.config.n_layers - 1}"
+        )
+    with torch.device("meta"):
+        draft = Transformer(dataclasses.replace(model.config, n_layers=n_layers))
+    draft.uses_attention_kernel = model.uses_attention_kernel
+    for name in {name.rpartition(".")[0] for name, _ in draft.named_parameters()}:
+        draft.set_submodule(name, model.get_submodule(name))
+    return draft.eval()

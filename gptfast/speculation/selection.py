@@ -1,0 +1,111 @@
+"""From `--draft` to proposers: what may be named there, and whether it fits the target."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from gptfast.checkpoint import open_checkpoint
+from gptfast.checkpoint.base import Checkpoint
+from gptfast.errors import UserError
+from gptfast.loading import Weights, check_memory, estimate_weight_bytes, load_model
+from gptfast.model import Transformer
+from gptfast.runner import MOST_VERIFIED, Runner
+from gptfast.speculation.controller import SpeculationController
+from gptfast.speculation.draft import DraftModel, cut_layers
+from gptfast.speculation.ngram import NgramProposer
+from gptfast.speculation.proposer import Proposer
+from gptfast.speculation.speculator import Lane, Speculator
+from gptfast.tokenizer import Tokenizer
+
+NGRAM = "ngram"
+MOST_DRAFTED = {"draft": 8, NGRAM: MOST_VERIFIED - 1}
+"""Tokens in a round that is free to choose: a draft model's cost time, and looked-up ones cost none."""
+AS_SMALL = 1.15
+"""A checkpoint that takes at most this many times the bytes of the asked draft is used as it is stored."""
+
+
+def open_speculator(
+    draft: str, target: Runner, checkpoint: Checkpoint, tokenizer: Tokenizer | None, *, k: int | None = None
+) -> Speculator:
+    """What speculates for the target, which was loaded from the checkpoint.
+
+    Args:
+        draft: `ngram`, a draft model, or `ngram,` and a draft model. A draft model is the path of a checkpoint with
+            the same vocabulary, `int4` or `int8` for the target's checkpoint in that precision, or `layers:N` for the
+            target's first layers.
+        k: tokens in every round; None to have the measured times and acceptance decide.
+
+    Raises:
+        UserError: what `draft` names is not there or does not fit the target, or `k` is out of range.
+    """
+    if target.batch_size != 1:
+        raise UserError("speculation decodes one text at a time; use batch size 1, or no draft")
+    if k is not None and not 1 <= k < MOST_VERIFIED:
+        raise UserError(f"{k} tokens cannot be speculated at once; use 1 to {MOST_VERIFIED - 1}, or auto")
+    names = [NGRAM, *filter(None, [draft.removeprefix(NGRAM).removeprefix(",")])] if _has_ngram(draft) else [draft]
+    lanes = []
+    for name in names:
+        proposer: Proposer
+        if name == NGRAM:
+            proposer, most = NgramProposer(), MOST_DRAFTED[NGRAM]
+        else:
+            proposer, most = _open_draft_model(name, target, checkpoint, tokenizer), MOST_DRAFTED["draft"]
+        lanes.append(Lane(name, proposer, SpeculationController(max_k=k or most, fixed_k=k)))
+    return Speculator(target, lanes)
+
+
+def _has_ngram(draft: str) -> bool:
+    return draft == NGRAM or draft.startswith(f"{NGRAM},")
+
+
+def _open_draft_model(name: str, target: Runner, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> DraftModel:
+    model = _load_draft_model(name, target, checkpoint, tokenizer)
+    runner = Runner(model, compile=target.compiling_was_asked, kv_dtype=target.kv_dtype)
+    return DraftModel(runner, target.model.config.vocab_size)
+
+
+def _load_draft_model(name: str, target: Runner, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Transformer:
+    if cut := re.fullmatch(r"layers:(\d+)", name):
+        return cut_layers(target.model, int(cut[1]))
+    weights: Weights = "stored"
+    if name in ("int4", "int8"):
+        weights = _choose_weights(checkpoint, "int4" if name == "int4" else "int8", target)
+    else:
+        path = Path(os.path.expanduser(name))
+        if not path.exists():
+            raise UserError(f"the draft {name} does not exist; give a checkpoint's path, ngram, int4, int8 or layers:N")
+        checkpoint, target_checkpoint = open_checkpoint(path), checkpoint
+        check_vocabulary(checkpoint.load_tokenizer(), tokenizer, str(path), str(target_checkpoint.path))
+    dtype = target.model.dtype
+    check_memory(checkpoint, weights, dtype, target.device)
+    # A rounded product makes a draft sooner and hardly worse, and what it drafts is verified.
+    return load_model(checkpoint, device=target.device, dtype=dtype, weights=weights, rounds_inputs=True)
+
+
+def _choose_weights(checkpoint: Checkpoint, weights: Weights, target: Runner) -> Weights:
+    """What to load a draft of that precision from: a checkpoint that is as small already is not rounded again."""
+    stored, asked = (
+        estimate_weight_bytes(checkpoint, choice, target.model.dtype, target.device) for choice in ("stored", weights)
+    )
+    return "stored" if stored <= AS_SMALL * asked else weights
+
+
+def check_vocabulary(draft: Tokenizer | None, target: Tokenizer | None, draft_name: str, target_name: str) -> None:
+    """Raise UserError unless every id that both have stands for the same text; one may be padded beyond the other."""
+    if draft is None or target is None:
+        raise UserError(f"the vocabulary of the draft {draft_name} cannot be compared; use int4, int8 or layers:N")
+    ours, theirs = list_spellings(draft), list_spellings(target)
+    for token_id, (in_draft, in_target) in enumerate(zip(ours, theirs, strict=False)):
+        if in_draft != in_target:
+            raise UserError(
+                f"the draft {draft_name} has another vocabulary than {target_name}: token {token_id} is {in_draft!r} "
+                f"and not {in_target!r}; use a draft with the same tokenizer"
+            )
+
+
+def list_spellings(tokenizer: Tokenizer) -> list[str | bytes]:
+    """What every id stands for: a control token's name, else bytes, none where there is no token."""
+    control = {token_id: text for text, token_id in tokenizer.control_tokens.items()}
+    return [control.get(token_id) or tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
