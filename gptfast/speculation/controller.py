@@ -8,6 +8,9 @@ without any, plain steps add a little. So all that can be lost is the credit at 
 from which costs are learnt, and a small share of the time. Within that, the k is chosen that promises the most tokens
 per second.
 
+A machine is not always equally fast, and what is compared must have been measured at about the same time. So before a
+round is said not to pay, plain steps are timed again, and after a rest the first rounds only teach.
+
 Nothing is drawn at random and no clock is read: the same records give the same choices.
 """
 
@@ -18,14 +21,18 @@ from dataclasses import dataclass
 from gptfast.errors import UserError
 from gptfast.speculation.estimates import Acceptance, StepCosts
 
-START_CREDIT = 1.0  # plain steps
-CREDIT_LIMIT = 6.0  # plain steps
+START_CREDIT = 3.0  # plain steps
+CREDIT_LIMIT = 8.0  # plain steps
 CREDIT_PER_STEP = 0.01  # that a plain step adds while speculation rests
+RETURN_SHARE = 0.1  # of what was won in all, which trying again may cost
+LENT_CREDIT = 1.0  # plain steps, that a return has beside what it costs
 
 LEAST_SPEEDUP = 1.02  # promised, for speculation to go on
 FIRST_PLAIN_STEPS = 2
-FIRST_ROUNDS = 2  # before costs are judged: a first time is often a slow one
+FIRST_ROUNDS = 3  # before costs are judged: a first time is often a slow one
 ROUNDS_PER_PLAIN_STEP = 100  # while speculating, to know what it is compared with
+RETURN_ROUNDS = 2  # the same after a rest, if the credit bears them
+FRESH_PLAIN_ROUNDS = 4  # for which a plain step's time is good enough to give up by
 SHORTEST_WAIT, LONGEST_WAIT = 16, 128  # plain steps between tries
 
 
@@ -122,6 +129,9 @@ class SpeculationController:
         self._credit = START_CREDIT
         self._is_speculating = True
         self._won = 0.0  # plain steps, since speculation was last taken up
+        self._won_in_all = 0.0
+        self._plain_due = FIRST_PLAIN_STEPS
+        self._rounds_to_judge = FIRST_ROUNDS - 1
         self._wait = self._steps_to_try = SHORTEST_WAIT
         self._plain_steps = 0
         self._proposed_counts, self._accept_counts = [0] * max_k, [0] * max_k
@@ -147,13 +157,17 @@ class SpeculationController:
         self._costs.record_plain(seconds)
         if self._is_fixed:
             return
-        if not self._is_speculating:
+        if self._is_speculating:
+            self._plain_due -= 1
+        else:
             self._steps_to_try -= 1
             self._credit = min(self._credit + CREDIT_PER_STEP, CREDIT_LIMIT)
             if self._steps_to_try <= 0 and self._may_return():
                 self._is_speculating, self._won = True, 0.0
+                self._credit = max(self._credit, self._estimate_return_steps() + LENT_CREDIT)
                 self._acceptance.forget()
-        self._k = 0 if self._needs_plain_step() else self._find_best()[0]
+                self._learn_anew()
+        self._k = self._choose()
 
     def record_round(self, *, proposed: int, accepted: int, draft_s: float, verify_s: float) -> None:
         """Learn from a round.
@@ -178,14 +192,19 @@ class SpeculationController:
         self._acceptance.record(proposed, accepted)
         won = accepted + 1 - spent_s / self._costs.plain.typical_s
         self._won += won
+        self._won_in_all += won
         self._credit = min(self._credit + won, CREDIT_LIMIT)
-        best_k, speedup = self._find_best()
-        is_affordable = self._credit >= self._costs.estimate_round_steps(1) - 1
-        if self._costs.rounds >= FIRST_ROUNDS and (speedup < LEAST_SPEEDUP or not is_affordable):
-            self._is_speculating = False
-            self._wait = SHORTEST_WAIT if self._won > 0 else min(2 * self._wait, LONGEST_WAIT)
-            self._steps_to_try = self._wait
-        self._k = 0 if self._needs_plain_step() else best_k
+        self._rounds_to_judge -= 1
+        if self._costs.rounds_in_turn >= ROUNDS_PER_PLAIN_STEP:
+            self._plain_due = 1
+        if self._costs.rounds >= FIRST_ROUNDS and not self._can_go_on():
+            if self._costs.rounds_in_turn > FRESH_PLAIN_ROUNDS:
+                self._costs.plain.renew()
+                self._plain_due = FIRST_PLAIN_STEPS
+                self._learn_anew()
+            else:
+                self._rest()
+        self._k = self._choose()
 
     @property
     def statistics(self) -> SpeculationStatistics:
@@ -201,27 +220,46 @@ class SpeculationController:
             break_even_acceptances=tuple(self._costs.find_break_even(k) for k in range(1, self._max_k + 1)),
         )
 
-    def _needs_plain_step(self) -> bool:
-        is_due = self._plain_steps < FIRST_PLAIN_STEPS or self._costs.rounds_in_turn >= ROUNDS_PER_PLAIN_STEP
-        return is_due or not self._is_speculating
+    def _choose(self) -> int:
+        return self._find_best()[0] if self._is_speculating and self._plain_due <= 0 else 0
+
+    def _can_go_on(self) -> bool:
+        if self._credit < self._costs.estimate_round_steps(1) - 1:
+            return False
+        return self._rounds_to_judge > 0 or self._find_best()[1] >= LEAST_SPEEDUP
+
+    def _rest(self) -> None:
+        self._is_speculating = False
+        self._wait = SHORTEST_WAIT if self._won > 0 else min(2 * self._wait, LONGEST_WAIT)
+        self._steps_to_try = self._wait
+
+    def _learn_anew(self) -> None:
+        """Have the next rounds measure what rounds take, before they are judged by it."""
+        self._rounds_to_judge = RETURN_ROUNDS
+        self._costs.renew_rounds()
 
     def _may_return(self) -> bool:
         """Whether to speculate again, given that the first round may yield nothing by it.
 
-        The credit must bear that, or be full, as the lag of a draft model may grow faster than it. The first time is
-        free: what the lag costs is not known yet, and the least at once. And if every token were accepted, it would
-        have to be won back before the longest wait is over.
+        The credit or a share of what was won in all must bear that. The first time is free: what the lag of a draft
+        model costs is not known yet, and the least at once. A lag may then grow faster than the credit, until another
+        text begins. And if every token were accepted, the loss would have to be won back before the longest wait is
+        over.
         """
-        lost = self._costs.estimate_round_steps(1) - 1 + self._costs.estimate_catch_up_steps()
-        if self._costs.catch_up and self._credit < min(lost, CREDIT_LIMIT):
+        lost = self._estimate_return_steps()
+        if self._costs.catch_up and max(self._credit, RETURN_SHARE * self._won_in_all) < lost:
             return False
         least = min(self._costs.estimate_round_steps(k) / (k + 1) for k in range(1, self._max_k + 1))
         return lost < (1 - least) * LONGEST_WAIT
 
+    def _estimate_return_steps(self) -> float:
+        return self._costs.estimate_round_steps(1) - 1 + self._costs.estimate_catch_up_steps()
+
     def _find_best(self) -> tuple[int, float]:
         """The k of at least 1 with the highest promised speedup, and that speedup.
 
-        None costs more than half the credit if nothing is accepted, and none is above twice what was verified lately.
+        None above 1 costs more than half the credit if nothing is accepted, and none is above twice what was verified
+        lately.
         """
         best_k, best_speedup = 1, 0.0
         tokens = self._acceptance.estimate_tokens()

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from gptfast.errors import UserError
 from gptfast.model import Transformer
-from gptfast.runner import MOST_VERIFIED, Runner
+from gptfast.runner import MOST_VERIFIED, PREFILL_CHUNKS, Runner
 from gptfast.speculation.proposer import Choose
+
+CATCH_UP_TOKENS = max(PREFILL_CHUNKS) // 2
+"""Read at once after a while without proposals: few enough for the small prefill step, which every prompt needs."""
 
 
 class DraftModel:
@@ -35,7 +38,7 @@ class DraftModel:
     def begin(self, tokens: Sequence[int]) -> None:
         """Read all but the last token, which the first proposal starts from."""
         if 1 < len(tokens) <= self.runner.context:
-            self._read(tokens[:-1])
+            self._read(tokens[:-1], at_once=len(tokens))
             self._remember(tokens[:-1])
 
     def propose(self, tokens: Sequence[int], k: int, choose: Choose) -> Tensor:
@@ -53,13 +56,15 @@ class DraftModel:
         self._drafted = drafted[:-1]
         return drafted
 
-    def _read(self, tokens: Sequence[int]) -> Tensor:
+    def _read(self, tokens: Sequence[int], at_once: int = CATCH_UP_TOKENS) -> Tensor:
         """Read what the cache lacks of the text, its last token at least; (1, V) logits after it."""
         known = self._count_known(tokens)
         self._remember(tokens[:known])  # what comes after it is overwritten now
         missing = tokens[known:]
         if len(missing) > MOST_VERIFIED:
-            return self.runner.prefill(missing, known)
+            for start in range(known, len(tokens), at_once):
+                logits = self.runner.prefill(tokens[start : start + at_once], start)
+            return logits
         ids = torch.tensor(missing, device=self.runner.device)
         return self.runner.decode(ids, known) if len(missing) == 1 else self.runner.verify(ids, known)[-1:]
 

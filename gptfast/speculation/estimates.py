@@ -48,7 +48,7 @@ class Acceptance:
 
 
 class RecentTimes:
-    """The last times of one kind of step; false if there are none.
+    """The last times of one kind of step; false if there never was one.
 
     Attributes:
         typical_s: their lower median in seconds, which no slow moment moves much; 0 if there are none.
@@ -59,7 +59,11 @@ class RecentTimes:
         self.typical_s = 0.0
 
     def __bool__(self) -> bool:
-        return bool(self._seconds)
+        return self.typical_s > 0
+
+    def renew(self) -> None:
+        """Have the next time replace all; until then the typical one stays."""
+        self._seconds.clear()
 
     def add(self, seconds: float) -> None:
         """Forget the oldest for this one."""
@@ -87,6 +91,11 @@ class StepCosts:
         self._verify: dict[int, RecentTimes] = {}
         self._last_round: dict[int, int] = {}
         self._fresh: list[int] = []
+
+    def renew_rounds(self) -> None:
+        """Have the next round's times replace those of earlier ones."""
+        for times in (self._draft, *self._verify.values()):
+            times.renew()
 
     def record_plain(self, seconds: float) -> None:
         """Learn from a plain step."""

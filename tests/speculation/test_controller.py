@@ -28,6 +28,7 @@ class Simulation:
     Attributes:
         acceptance: of a token, by its place in the text, if those before it in the round are accepted.
         lag_cost: what a draft model takes to read a token that was decoded without it.
+        slowness: of the machine, for everything, by the place in the text.
         proposing: share of the rounds for which the proposer has an idea.
         spent: at index i, the time that was spent when i + 1 tokens were decoded.
         asked: the controller's choices.
@@ -38,6 +39,7 @@ class Simulation:
     row_cost: float
     is_noisy: bool = False
     lag_cost: float = 0.0
+    slowness: Callable[[int], float] = lambda _place: 1.0
     proposing: float = 1.0
     seed: int = 0
     controller: SpeculationController = field(default_factory=lambda: SpeculationController(max_k=MAX_K))
@@ -50,6 +52,7 @@ class Simulation:
         lag, now = 0, 0.0
 
         def show(seconds: float) -> float:
+            seconds *= self.slowness(len(self.spent))
             if not self.is_noisy:
                 return seconds
             return seconds * noise.uniform(0.9, 1.1) * (10 if noise.random() < 0.01 else 1)
@@ -82,7 +85,7 @@ def find_best_fixed(acceptance: float, draft_cost: float, row_cost: float) -> fl
 
 
 @pytest.mark.parametrize("is_noisy", [False, True])
-@pytest.mark.parametrize(("tokens", "limit"), [(200, 1.03), (2000, 1.015)])
+@pytest.mark.parametrize(("tokens", "limit"), [(200, 1.04), (2000, 1.02)])
 def test_it_is_never_slower_than_plain_decoding(tokens: int, limit: float, is_noisy: bool) -> None:
     times = {
         (acceptance, *machine, seed): Simulation(acceptance, *machine, is_noisy, seed=seed).decode(tokens)
@@ -127,6 +130,25 @@ def test_a_draft_model_that_must_read_what_it_missed_is_not_tried_too_often(draf
         for acceptance in (0.0, 0.4):
             simulation = Simulation(acceptance, draft_cost, row_cost, lag_cost=0.1 * draft_cost)
             assert simulation.decode(tokens) <= limit
+
+
+@pytest.mark.parametrize("period", [20, 60, 300])
+@pytest.mark.parametrize("is_noisy", [False, True])
+def test_a_machine_that_changes_its_speed_is_no_reason_to_rest(period: int, is_noisy: bool) -> None:
+    # Reading what was missed takes several plain steps, as of the int4 draft of a small model.
+    best = find_best_fixed(0.95, 0.55, 0.05)
+    for seed in range(5):
+        simulation = Simulation(0.95, 0.55, 0.05, is_noisy, lag_cost=0.1, seed=seed)
+        simulation.slowness = lambda place: 1.7 if place // period % 2 else 1.0
+        assert simulation.decode(2000) < 1.08 * best
+
+
+def test_one_slow_moment_at_the_start_does_not_cost_the_text() -> None:
+    best = find_best_fixed(0.95, 0.55, 0.05)
+    for slow in range(8):
+        simulation = Simulation(0.95, 0.55, 0.05, lag_cost=0.1)
+        simulation.slowness = lambda place, slow=slow: 3.0 if place == slow else 1.0  # type: ignore[misc]
+        assert simulation.decode(400) < 1.1 * best
 
 
 def test_a_proposer_that_seldom_has_an_idea_pays_where_it_has_one() -> None:
@@ -223,8 +245,8 @@ def test_a_prompt_that_the_proposer_did_not_read_delays_its_return() -> None:
             controller.record_plain(1.0)
         return 1000
 
-    # 1000 tokens take 2 steps to read, for which the credit of 1 % must be saved.
-    assert count_steps_to_return(0) + 50 < count_steps_to_return(1000) < 500
+    # 3000 tokens take 6 steps to read, for which the credit of 1 % must be saved.
+    assert count_steps_to_return(0) + 50 < count_steps_to_return(3000) < 1000
 
 
 @pytest.mark.parametrize("fixed_k", [0, 1, 3, 8])
