@@ -2,9 +2,9 @@
 
     python scripts/compare_speculation.py --draft ngram --draft int4 --weights bf16 --threads 2
 
-One process holds two sessions of the same weights, of which one speculates. Both get the same prompts, choose greedily
-and ignore the end of a text, so their texts must be equal and equally long. The runs of a pair follow each other, the
-plain one first in every other pair, so that a machine whose speed drifts slows both alike.
+One process holds two sessions of the same weights, of which one speculates. Both get the same prompts and choose
+greedily, so their texts must be equal. The runs of a pair follow each other, the plain one first in every other pair,
+so that a machine whose speed drifts slows both alike.
 
 A pair's ratio is plain over speculative seconds, from the first step to the last token: prefill and decoding, the
 draft's own prefill included. Loading, compiling, tokenizing, detokenizing and a first short pair are not counted. What
@@ -109,19 +109,24 @@ def open_speculators(session: Session, drafts: Sequence[str], k: int | None) -> 
     }
 
 
-def decode(session: Session, prompt: Sequence[int], new_tokens: int) -> GenerationResult:
-    """Greedy, and just as many tokens as asked for."""
+def decode(session: Session, prompt: Sequence[int], new_tokens: int, ignore_eos: bool = True) -> GenerationResult:
+    """Greedy, and as many tokens as asked for, unless the text may end."""
     from gptfast.config import SamplingConfig
     from gptfast.generation import generate
 
     [result] = generate(
-        session, prompt, max_new_tokens=new_tokens, sampling=SamplingConfig(temperature=0), ignore_eos=True
+        session, prompt, max_new_tokens=new_tokens, sampling=SamplingConfig(temperature=0), ignore_eos=ignore_eos
     )
     return result
 
 
 def run_pairs(
-    plain: Session, speculating: Session, prompts: Sequence[Sequence[int]], runs: int, new_tokens: int
+    plain: Session,
+    speculating: Session,
+    prompts: Sequence[Sequence[int]],
+    runs: int,
+    new_tokens: int,
+    ignore_eos: bool,
 ) -> Iterator[Pair]:
     """So many pairs of each prompt in turn."""
     sessions = {"plain": plain, "speculative": speculating}
@@ -129,7 +134,7 @@ def run_pairs(
         for run in range(1, runs + 1):
             # The prompt's number counts too, so that both orders occur where a prompt has a single pair.
             order = ("plain", "speculative") if (number + run) % 2 == 0 else ("speculative", "plain")
-            results = {name: decode(sessions[name], prompt, new_tokens) for name in order}
+            results = {name: decode(sessions[name], prompt, new_tokens, ignore_eos) for name in order}
             yield Pair(number, run, **results)
 
 
@@ -140,6 +145,7 @@ def compare(
     prompts: Sequence[Sequence[int]],
     runs: int,
     new_tokens: int,
+    ignore_eos: bool,
     comparisons: list[Comparison],
 ) -> None:
     """Measure the speculators by draft and add to `comparisons`, which has all finished pairs at any time."""
@@ -150,7 +156,7 @@ def compare(
         before = speculator.statistics
         comparison = Comparison(draft)
         comparisons.append(comparison)
-        for pair in run_pairs(plain, speculating, prompts, runs, new_tokens):
+        for pair in run_pairs(plain, speculating, prompts, runs, new_tokens, ignore_eos):
             now = speculator.statistics
             comparison.proposers = {name: subtract(now[name], before[name]) for name in now}
             comparison.pairs.append(pair)
@@ -208,24 +214,18 @@ def build_fields(comparison: Comparison) -> dict[str, Any]:
 
 def build_proposer_fields(done: SpeculationStatistics) -> dict[str, Any]:
     """What a proposer did and what it cost; null where it had no round."""
-    k = find_usual_k(done)
+    k = done.usual_k
     return {
         "rounds": done.rounds,
         "proposed_counts": done.proposed_counts,
         "accept_counts": done.accept_counts,
         "acceptance": done.acceptance if k else None,
         "mean_accepted_length": done.mean_accepted_length if k else None,
-        "draft_ms_per_token": 1e3 * done.draft_s / done.proposed if k else None,
-        "verify_ms_per_round": 1e3 * done.verify_s / done.rounds if k else None,
-        "usual_k": k,
+        "draft_ms_per_token": done.draft_ms_per_token if k else None,
+        "verify_ms_per_round": done.verify_ms if k else None,
+        "usual_k": k or None,
         "break_even_acceptance": done.break_even_acceptances[k - 1] if k else None,
     }
-
-
-def find_usual_k(done: SpeculationStatistics) -> int | None:
-    """How many tokens the most rounds proposed, the least of equally frequent numbers; None without rounds."""
-    rounds = subtract_each(done.proposed_counts, (*done.proposed_counts[1:], 0))
-    return 1 + rounds.index(max(rounds)) if done.rounds else None
 
 
 def format_report(fields: Mapping[str, Any]) -> str:
@@ -233,7 +233,8 @@ def format_report(fields: Mapping[str, Any]) -> str:
     before, after = (fields["bandwidth"][f"{name}_gb_per_s"]["median"] for name in ("before", "after"))
     lines = [
         f"{fields['date'][:16]}, memory read at {before:.1f} GB/s before and {after:.1f} after",
-        f"{fields['prompt_count']} {fields['prompts']} prompts, {fields['new_tokens']} new tokens, speculate-k "
+        f"{fields['prompt_count']} {fields['prompts']} prompts, {'' if fields['ignore_eos'] else 'at most '}"
+        f"{fields['new_tokens']} new tokens, speculate-k "
         f"{fields['speculate_k']}, pairs of runs per prompt: {fields['runs']}",
         f"\n{format_drafts(fields['drafts'])}\n\n{LEGEND}",
     ]
@@ -302,6 +303,7 @@ break-even  the acceptance of every token, given those before it, from which rou
 @click.option("--limit", type=click.IntRange(min=1), help="Only so many prompts of the set, its first.")
 @click.option("--runs", type=click.IntRange(min=1), default=5, show_default=True, help="Pairs of runs per prompt.")
 @click.option("--max-new-tokens", "new_tokens", type=click.IntRange(min=2), default=200, show_default=True)
+@click.option("--ignore-eos", is_flag=True, help="Decode all new tokens, also where the text has ended.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write all figures there.")
 def main(
     checkpoint: str | None,
@@ -311,6 +313,7 @@ def main(
     limit: int | None,
     runs: int,
     new_tokens: int,
+    ignore_eos: bool,
     json_file: Path | None,
     **execution: Any,
 ) -> int:
@@ -335,7 +338,7 @@ def main(
     comparisons: list[Comparison] = []
     is_interrupted = False
     try:
-        compare(plain, speculating, speculators, prompts, runs, new_tokens, comparisons)
+        compare(plain, speculating, speculators, prompts, runs, new_tokens, ignore_eos, comparisons)
     except KeyboardInterrupt:
         is_interrupted = True
     bandwidth = compare_probes(before, probe_bandwidth(device, clock))
@@ -351,6 +354,7 @@ def main(
         "prompt_count": len(prompts),
         "runs": runs,
         "new_tokens": new_tokens,
+        "ignore_eos": ignore_eos,
         "speculate_k": speculate_k or "auto",
         "interrupted": is_interrupted,
         "drafts": measured,

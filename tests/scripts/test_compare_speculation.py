@@ -94,6 +94,7 @@ def build_report(script: ModuleType, *comparisons: Any) -> tuple[list[dict[str, 
         "prompt_count": 2,
         "runs": 3,
         "new_tokens": 5,
+        "ignore_eos": True,
         "speculate_k": "auto",
         "interrupted": False,
         "drafts": drafts,
@@ -139,23 +140,15 @@ def test_a_second_proposer_has_a_row_and_one_without_rounds_has_dashes(script: M
     assert find_row(report, "then layers:1")[2:] == ["10", "60.0%", "2.50", "2.000", "20.00", "25.0%", "(k", "=", "3)"]
 
 
-@pytest.mark.parametrize(
-    ("counts", "k"), [((4, 4, 4), 3), ((5, 1, 1), 1), ((6, 3, 0), 1), ((6, 4, 1), 2), ((0, 0), None)]
-)
-def test_the_usual_k_is_that_of_most_rounds(script: ModuleType, counts: tuple[int, ...], k: int | None) -> None:
-    done = SpeculationStatistics(counts[0], 0, counts, (0,) * len(counts), 0.0, 0.0, 0.0, (None,) * len(counts))
-    assert script.find_usual_k(done) == k
-
-
 def test_the_first_of_a_pair_alternates(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, int]] = []
 
-    def decode(session: str, prompt: list[int], new_tokens: int) -> str:
+    def decode(session: str, prompt: list[int], new_tokens: int, _ignore_eos: bool) -> str:
         calls.append((session, prompt[0]))
         return f"{session} {new_tokens}"
 
     monkeypatch.setattr(script, "decode", decode)
-    pairs = list(script.run_pairs("P", "S", [[1], [2]], 3, 8))
+    pairs = list(script.run_pairs("P", "S", [[1], [2]], 3, 8, True))
     assert [session for session, _ in calls] == list("PSSPPS" + "SPPSSP")
     assert [prompt for _, prompt in calls] == [1] * 6 + [2] * 6
     assert [(pair.prompt, pair.run) for pair in pairs] == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3)]
@@ -170,7 +163,7 @@ def test_statistics_are_those_of_the_pairs_alone(script: ModuleType, eager: Sess
     }
     comparisons: list[Any] = []
     prompts = [random_prompt(9), random_prompt(40, seed=1)]
-    script.compare(eager, speculating, drafts, prompts, 2, 20, comparisons)
+    script.compare(eager, speculating, drafts, prompts, 2, 20, True, comparisons)
     assert [comparison.draft for comparison in comparisons] == ["layers:1", "ngram"]
     for comparison in comparisons:
         assert len(comparison.pairs) == 4
@@ -242,7 +235,7 @@ def test_the_command_measures_every_draft_and_writes_the_figures(directory: Path
     file = tmp_path / "figures.json"
     outcome = run_process(
         *(SCRIPT, "--checkpoint", directory, *EAGER, "--draft", "ngram", "--draft", "layers:1", "--speculate_k", 2),
-        *("--prompts", "copy_edit", "--limit", 2, "--runs", 1, "--max-new-tokens", 12, "--json", file),
+        *("--prompts", "copy_edit", "--limit", 2, "--runs", 1, "--max-new-tokens", 12, "--ignore-eos", "--json", file),
     )
     assert outcome.exit_code == 0, outcome.stderr
     assert "2 copy_edit prompts, 12 new tokens, speculate-k 2" in outcome.stdout
