@@ -293,7 +293,7 @@ def generate(
 def encode_prompt(session: Session, prompt: Prompt) -> list[int]:
     """The prompt's token ids; raises PromptError if there are none or the checkpoint cannot encode it."""
     tokenizer = session.tokenizer
-    vocab_size = session.runner.model.config.vocab_size
+    vocab_size = session.runner.vocab_size
     if isinstance(prompt, str):
         if tokenizer is None:
             raise PromptError("random weights have no tokenizer; give a number of tokens or token ids as the prompt")
@@ -323,7 +323,7 @@ def make_synthetic_prompt(session: Session, length: int) -> list[int]:
         raise PromptError(
             f"a synthetic prompt of {length} tokens is not possible; ask for 1 to the context of {context}"
         )
-    vocab_size = session.runner.model.config.vocab_size
+    vocab_size = session.runner.vocab_size
     control = set(session.tokenizer.control_tokens.values()) if session.tokenizer else set()
     ids = torch.randint(vocab_size, (2 * length + 512,), generator=torch.Generator().manual_seed(0)).tolist()
     return [token_id for token_id in ids if token_id not in control][:length]

@@ -71,6 +71,7 @@ class Runner:
         self.compile_statistics = CompileStatistics()
         self.is_compiled = self.compiling_was_asked = compile
         self.context = model.config.max_seq_len
+        self.vocab_size = model.config.vocab_size
         self.device = model.device
         self._steps: dict[tuple[Step, int], Step] = {}
         self._separate_step: Step | None = None

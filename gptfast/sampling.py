@@ -63,10 +63,10 @@ class Sampler:
     def propose(self, logits: Tensor, position: int, drafted: Tensor) -> Tensor:
         """What a text of its own would have at `position`, (1,) int64, if it went on with the n tokens `drafted` (n,).
 
-        `logits` (1, V) are those of a draft model. The noise is that of `choose` there, so a draft model that knows
-        the target's probabilities chooses the target's token.
+        `logits` (1, V or less) are those of a draft model. The noise is that of `choose` there, so a draft model that
+        knows the target's probabilities chooses the target's token.
         """
-        seen = None if self._seen is None else self._see_each(drafted)[-1:]
+        seen = None if self._seen is None else self._see_each(drafted)[-1:, : logits.shape[-1]]
         return sample(logits, self._sampling, self._get_positions(position, 1), rows=self._rows, seen=seen)
 
     def accept(self, logits: Tensor, position: int, drafted: Tensor) -> list[int]:

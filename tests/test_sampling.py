@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gptfast.config import SamplingConfig
 from gptfast.errors import UserError
-from gptfast.sampling import adjust_logits, sample
+from gptfast.sampling import Sampler, adjust_logits, sample
 from tests.reference.sampling import chi_square, chi_square_limit, target_distribution, top_p_set
 
 V = 40
@@ -286,6 +286,102 @@ def test_every_seed_draws_from_the_distribution(seed: int) -> None:
     counts = torch.bincount(draw(logits, sampling, 20, batch_size=1000).flatten(), minlength=4).tolist()
     statistic, degrees = chi_square(counts, target_distribution(logits.tolist(), sampling))
     assert statistic < chi_square_limit(degrees)
+
+
+# Several positions at once
+
+PROPOSAL_SETTINGS = {
+    "greedy": replace(PLAIN, temperature=0.0),
+    "greedy, repetition penalty": replace(PLAIN, temperature=0.0, repetition_penalty=1.6),
+    "sampled": replace(PLAIN, temperature=0.8),
+    "top-k": replace(PLAIN, temperature=0.8, top_k=5),
+    "top-p": replace(PLAIN, temperature=0.8, top_p=0.8),
+    "min-p": replace(PLAIN, temperature=0.8, min_p=0.1),
+    "all filters, repetition penalty": replace(
+        PLAIN, temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.6
+    ),
+}
+SAMPLE, POSITION = 3, 29
+
+
+def make_sampler(sampling: SamplingConfig) -> Sampler:
+    return Sampler(sampling, SEEN, V, sample_ids=(SAMPLE,))
+
+
+def choose_each(sampler: Sampler, rows: Tensor, position: int = POSITION) -> list[int]:
+    """What `choose` returns for one row after the other."""
+    return [int(sampler.choose(row[None], position + i)) for i, row in enumerate(rows)]
+
+
+def make_rows(count: int) -> Tensor:
+    """Logits of places that resemble each other, so that a text without the penalty repeats itself."""
+    return make_logits(seed=5) + 0.3 * make_logits(seed=6, size=count * V).view(count, V)
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize("name", PROPOSAL_SETTINGS)
+def test_accept_returns_what_choose_would_one_by_one(name: str, n: int) -> None:
+    sampling, rows, following = PROPOSAL_SETTINGS[name], make_rows(n + 1), make_rows(n + 3)[-2:]
+    chosen = choose_each(make_sampler(sampling), rows)
+    for n_right in range(n + 1):
+        drafted = chosen[:n]
+        if n_right < n:
+            drafted[n_right] = (drafted[n_right] + 1) % V  # those behind it would be right again
+        sampler, expected = make_sampler(sampling), make_sampler(sampling)
+        values = sampler.accept(rows, POSITION, torch.tensor(drafted))
+        assert values == choose_each(expected, rows[: n_right + 1]) == chosen[: n_right + 1]
+        # Both remember the same tokens: those that were accepted and the last, and none that was rejected.
+        after = POSITION + len(values)
+        assert choose_each(sampler, following, after) == choose_each(expected, following, after)
+
+
+@pytest.mark.parametrize("name", PROPOSAL_SETTINGS)
+def test_accept_of_no_proposal_is_choose(name: str) -> None:
+    rows = make_rows(1)
+    values = make_sampler(PROPOSAL_SETTINGS[name]).accept(rows, POSITION, torch.empty(0, dtype=torch.int64))
+    assert values == choose_each(make_sampler(PROPOSAL_SETTINGS[name]), rows)
+
+
+def test_the_penalty_at_each_place_is_for_the_drafted_tokens_before_it() -> None:
+    """From logits that are the same everywhere: the best, then the second best, and so on."""
+    logits, sampling = make_logits(), replace(PLAIN, temperature=0.0, repetition_penalty=1e6)
+    best = [token for token in logits.argsort(descending=True).tolist() if token not in SEEN][:4]
+    assert logits[best[-1]] > 0
+    rows = logits.expand(4, V)
+    assert make_sampler(sampling).accept(rows, POSITION, torch.tensor(best[:3])) == best
+    wrong = [best[1], best[0], best[2]]
+    assert make_sampler(sampling).accept(rows, POSITION, torch.tensor(wrong)) == best[:1]
+
+
+@pytest.mark.parametrize("name", PROPOSAL_SETTINGS)
+def test_propose_chooses_what_choose_would_after_the_drafted_tokens(name: str) -> None:
+    """So it has the noise of the place, and a draft with the target's logits is always right."""
+    sampling, rows = PROPOSAL_SETTINGS[name], make_rows(9)
+    chosen = choose_each(make_sampler(sampling), rows)
+    sampler = make_sampler(sampling)
+    for n in range(9):
+        proposed = sampler.propose(rows[n : n + 1], POSITION + n, torch.tensor(chosen[:n], dtype=torch.int64))
+        assert proposed.tolist() == chosen[n : n + 1]
+
+
+@pytest.mark.parametrize("name", PROPOSAL_SETTINGS)
+def test_what_was_proposed_is_not_remembered(name: str) -> None:
+    sampling, rows = PROPOSAL_SETTINGS[name], make_rows(6)
+    sampler = make_sampler(sampling)
+    for n in range(6):
+        sampler.propose(rows[n : n + 1], POSITION + n, torch.arange(n))
+    assert choose_each(sampler, rows) == choose_each(make_sampler(sampling), rows)
+
+
+def test_proposals_without_the_noise_of_the_place_would_differ() -> None:
+    """Else the tests above could not tell it from another's."""
+    rows = make_logits().expand(30, V)
+    sampler = make_sampler(PROPOSAL_SETTINGS["sampled"])
+    none = torch.empty(0, dtype=torch.int64)
+    moved = [int(sampler.propose(row[None], POSITION + i + 1, none)) for i, row in enumerate(rows)]
+    chosen = choose_each(sampler, rows)
+    assert sum(a == b for a, b in zip(moved, chosen, strict=True)) < 15
+    assert moved[:-1] == chosen[1:]
 
 
 # Properties

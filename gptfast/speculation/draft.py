@@ -37,13 +37,13 @@ class DraftModel:
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Read all but the last token, which the first proposal starts from."""
-        if 1 < len(tokens) <= self.runner.context:
+        if len(tokens) > 1 and self._can_read(tokens[:-1]):
             self._read(tokens[:-1], at_once=len(tokens))
             self._remember(tokens[:-1])
 
     def propose(self, tokens: Sequence[int], k: int, choose: Choose) -> Tensor:
         """At most `k` tokens; fewer where the draft's context ends. See `Proposer.propose`."""
-        k = max(0, min(k, self.runner.context + 1 - len(tokens)))
+        k = max(0, min(k, self.runner.context + 1 - len(tokens))) if self._can_read(tokens) else 0
         drafted = torch.empty(k, dtype=torch.int64, device=self.runner.device)
         if k == 0:
             return drafted
@@ -55,6 +55,10 @@ class DraftModel:
         self._remember(tokens)
         self._drafted = drafted[:-1]
         return drafted
+
+    def _can_read(self, tokens: Sequence[int]) -> bool:
+        """Whether the text fits the draft's context and has none of the target's ids that the draft lacks."""
+        return len(tokens) <= self.runner.context and max(tokens) < self.runner.vocab_size
 
     def _read(self, tokens: Sequence[int], at_once: int = CATCH_UP_TOKENS) -> Tensor:
         """Read what the cache lacks of the text, its last token at least; (1, V) logits after it."""

@@ -20,6 +20,7 @@ from gptfast.speculation.speculator import Lane, Speculator
 from gptfast.tokenizer import Tokenizer
 
 NGRAM = "ngram"
+CHOICES = "give ngram, int4, int8, layers:N or a checkpoint's path, or ngram, with one of the others after a comma"
 MOST_DRAFTED = {"draft": 8, NGRAM: MOST_VERIFIED - 1}
 """Tokens in a round that is free to choose: a draft model's cost time, and looked-up ones cost none."""
 AS_SMALL = 1.15
@@ -44,7 +45,10 @@ def open_speculator(
         raise UserError("speculation decodes one text at a time; use batch size 1, or no draft")
     if k is not None and not 1 <= k < MOST_VERIFIED:
         raise UserError(f"{k} tokens cannot be speculated at once; use 1 to {MOST_VERIFIED - 1}, or auto")
-    names = [NGRAM, *filter(None, [draft.removeprefix(NGRAM).removeprefix(",")])] if _has_ngram(draft) else [draft]
+    # Only there does a comma part two proposers; a path may have one too.
+    names = draft.split(",", 1) if draft.startswith(f"{NGRAM},") else [draft]
+    if "" in names or names.count(NGRAM) > 1:
+        raise UserError(f"draft {draft!r} does not say what proposes; {CHOICES}")
     lanes = []
     for name in names:
         proposer: Proposer
@@ -56,14 +60,10 @@ def open_speculator(
     return Speculator(target, lanes)
 
 
-def _has_ngram(draft: str) -> bool:
-    return draft == NGRAM or draft.startswith(f"{NGRAM},")
-
-
 def _open_draft_model(name: str, target: Runner, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> DraftModel:
     model = _load_draft_model(name, target, checkpoint, tokenizer)
     runner = Runner(model, compile=target.compiling_was_asked, kv_dtype=target.kv_dtype)
-    return DraftModel(runner, target.model.config.vocab_size)
+    return DraftModel(runner, target.vocab_size)
 
 
 def _load_draft_model(name: str, target: Runner, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Transformer:
@@ -75,7 +75,7 @@ def _load_draft_model(name: str, target: Runner, checkpoint: Checkpoint, tokeniz
     else:
         path = Path(os.path.expanduser(name))
         if not path.exists():
-            raise UserError(f"the draft {name} does not exist; give a checkpoint's path, ngram, int4, int8 or layers:N")
+            raise UserError(f"the draft {name} does not exist; {CHOICES}")
         checkpoint, target_checkpoint = open_checkpoint(path), checkpoint
         check_vocabulary(checkpoint.load_tokenizer(), tokenizer, str(path), str(target_checkpoint.path))
     dtype = target.model.dtype

@@ -82,10 +82,11 @@ class Speculator:
         for lane in self.lanes:
             start = time.perf_counter()
             k = min(lane.controller.choose_k(), most - 1)
-            drafted = torch.as_tensor(lane.proposer.propose(tokens, k, choose) if k else (), device=last.device)
-            if len(drafted) == 0:
+            proposed = lane.proposer.propose(tokens, k, choose)[:k] if k > 0 else ()
+            if len(proposed) == 0:
                 passed.append(lane)
                 continue
+            drafted = torch.as_tensor(proposed, device=last.device)
             middle = time.perf_counter()
             logits = self._target.verify(torch.cat([last, drafted]), position - 1)
             values = sampler.accept(logits, position, drafted)
