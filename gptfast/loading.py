@@ -80,6 +80,10 @@ def load_model(
         module_name, _, kind = name.rpartition(".")
         if not (packs and parameter.dim() == 2):
             weight = _read_parameter(checkpoint, sources, parameter.shape, device, dtype, weights)
+            for source, shape in sources.items():
+                scheme = choose_scheme(checkpoint, source, shape[-1], weights) if parameter.dim() == 2 else None
+                if scheme is not None:
+                    add_remark(remarks, checkpoint, source, scheme.describe(), weights)
             setattr(model.get_submodule(module_name), kind, nn.Parameter(weight, requires_grad=False))
             continue
         matrices = [_read_matrix(checkpoint, source, shape, dtype, weights) for source, shape in sources.items()]
@@ -92,13 +96,20 @@ def load_model(
         )
         model.set_submodule(module_name, module)
         for source, (_, precision) in zip(sources, matrices, strict=True):
-            stored = checkpoint.describe_type(source)
-            remark = remark_on(source, stored, precision, weights)
-            if remark is not None:
-                remarks[remark].add(stored)
+            add_remark(remarks, checkpoint, source, precision, weights)
     for remark, types in remarks.items():
         logger.info("weights stored as %s %s", ", ".join(sorted(types)), remark)
     return model.eval()
+
+
+def add_remark(
+    remarks: dict[str, set[str]], checkpoint: Checkpoint, name: str, precision: str, weights: Weights
+) -> None:
+    """Note for a matrix what `remark_on` says, by what is said, with the type that it is stored in."""
+    stored = checkpoint.describe_type(name)
+    remark = remark_on(name, stored, precision, weights)
+    if remark is not None:
+        remarks[remark].add(stored)
 
 
 def remark_on(name: str, stored: str, precision: str, weights: Weights) -> str | None:
@@ -169,7 +180,9 @@ def _read_matrix(
     if weights not in DENSE_WEIGHTS:
         quantized = checkpoint.read_quantized(source)
         if quantized is not None and can_pack(quantized):
-            check_finite(checkpoint.path, source, quantized.scales)
+            for values in quantized.list_tensors().values():
+                if values is not None and values.is_floating_point():
+                    check_finite(checkpoint.path, source, values)
             return quantized, stored
         dtype = DENSE_DTYPES.get(stored, dtype)
     else:

@@ -92,8 +92,8 @@ class QuantizedWeight:
             values += self.mins[..., None]
         return values.view(self.shape)
 
-    def select_rows(self, rows: slice | Tensor) -> QuantizedWeight:
-        """Some of its rows, in that order."""
+    def select_rows(self, rows: slice) -> QuantizedWeight:
+        """Some of its rows."""
         selected = {name: None if value is None else value[rows] for name, value in self.list_tensors().items()}
         return dataclasses.replace(self, **selected)  # type: ignore[arg-type]
 

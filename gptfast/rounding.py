@@ -227,8 +227,9 @@ def center_codes(values: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightSc
 
 
 def round_up_to_bfloat16(scales: Tensor) -> Tensor:
-    """The least bfloat16 values that are not below the positive float32 ones, still in float32."""
-    return ((scales.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+    """The least bfloat16 values that are not below the positive float32 ones, still in float32; NaN stays NaN."""
+    rounded = ((scales.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+    return torch.where(torch.isfinite(scales), rounded, scales)
 
 
 @functools.cache

@@ -158,7 +158,8 @@ def load(
     if threads is not None:
         set_threads(threads)
     check_choice("weights", weights, WEIGHTS)
-    check_choice("activations", activations or "int8", ACTIVATIONS)
+    if activations is not None:
+        check_choice("activations", activations, ACTIVATIONS)
     start = time.perf_counter()
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)

@@ -16,11 +16,7 @@ namespace gptfast {
 constexpr int CHUNK = 128;         // slots; chunks start at multiples of it
 constexpr int KEY_SLOTS = 2 * W;  // whose keys are transposed at once
 // Rows that share what is loaded, as many as the registers hold the sums of.
-#if defined(GPTFAST_AVX512)
-constexpr int ROWS_AT_ONCE = 8;
-#else
-constexpr int ROWS_AT_ONCE = 6;
-#endif
+constexpr int ROWS_AT_ONCE = REGISTERS == 32 ? 8 : 6;
 constexpr float LOWEST = std::numeric_limits<float>::lowest();
 
 // The elements of a cache: float, the bits of a bfloat16, or a code.
@@ -37,16 +33,6 @@ GPTFAST_INLINE vfloat get_element(vuint lanes, int index) {
   if constexpr (std::is_same_v<T, float>) return (vfloat)lanes;
   if constexpr (std::is_same_v<T, uint16_t>) return (vfloat)(index == 0 ? lanes << 16 : lanes & 0xffff0000u);
   return to_float((vint)(lanes << (24 - 8 * index)) >> 24);
-}
-
-// Lane i of the result is lane LANES[i] of a followed by b.
-template <class V, int... LANES>
-GPTFAST_INLINE V shuffle(V a, V b, std::integer_sequence<int, LANES...>) {
-#if defined(__clang__)
-  return __builtin_shufflevector(a, b, LANES...);
-#else
-  return __builtin_shuffle(a, b, vint{LANES...});
-#endif
 }
 
 constexpr int find_interleaved(int lane, int size, bool is_second) {
@@ -81,26 +67,6 @@ GPTFAST_INLINE void load_transposed(const void* source, int64_t stride, vuint (&
   columns[1] = c;
   columns[2] = b;
   columns[3] = d;
-}
-
-template <int DISTANCE, int... LANE>
-GPTFAST_INLINE vfloat swap_lanes(vfloat a, std::integer_sequence<int, LANE...>) {
-  return shuffle(a, a, std::integer_sequence<int, (LANE ^ DISTANCE)...>{});
-}
-
-template <int DISTANCE = W / 2>
-GPTFAST_INLINE float sum_lanes(vfloat a) {
-  a += swap_lanes<DISTANCE>(a, std::make_integer_sequence<int, W>{});
-  if constexpr (DISTANCE > 1) return sum_lanes<DISTANCE / 2>(a);
-  return a[0];
-}
-
-template <int DISTANCE = W / 2>
-GPTFAST_INLINE float find_largest_lane(vfloat a) {
-  const vfloat swapped = swap_lanes<DISTANCE>(a, std::make_integer_sequence<int, W>{});
-  a = a > swapped ? a : swapped;
-  if constexpr (DISTANCE > 1) return find_largest_lane<DISTANCE / 2>(a);
-  return a[0];
 }
 
 // 2^x for x <= 0, within 1 ulp; below 2^-126 it is 0.
@@ -199,7 +165,7 @@ GPTFAST_INLINE void compute_weights(float* scores, Range computed, Range visible
     store(scores + slot, weight * load<vfloat>(scales + slot));
   }
   *largest = reference;
-  *sum = sum_lanes(total);
+  *sum = add_lanes(total);
 }
 
 // Sums over slots of weights times values, of M rows and PARTS vectors of elements. What lies `ahead`, in the same

@@ -6,6 +6,8 @@
 #include <ATen/ops/mm.h>
 
 #include <algorithm>
+#include <exception>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -79,9 +81,9 @@ StripProduct choose_product(const Layout& layout, bool rounds_inputs, int64_t ro
   }
 }
 
-template <class T>
-void write_row(T* y, const float* sums, const float* bias, int64_t count) {
-  for (int64_t n = 0; n < count; ++n) y[n] = T(sums[n] + (bias ? bias[n] : 0.0f));
+template <class T, class Sum>
+void write_row(T* y, const Sum* sums, const float* bias, int64_t count) {
+  for (int64_t n = 0; n < count; ++n) y[n] = T(bias ? float(sums[n]) + bias[n] : float(sums[n]));
 }
 
 // x (rows, columns) times the transposed matrix.
@@ -195,9 +197,7 @@ void multiply_expanded(const Layout& layout, const uint8_t* packed, const at::Te
   const int64_t strip_elements = layout.columns * STRIP;
   const int64_t strips_at_once = std::clamp<int64_t>(EXPANDED_BYTES / (strip_elements * int64_t(sizeof(T))),
                                                      LEAST_EXPANDED_STRIPS, MOST_EXPANDED_STRIPS);
-  // A product within a thread of ours is not to be shared with the library's own.
-  at::set_num_threads(1);
-  Team::get().run((layout.strips + strips_at_once - 1) / strips_at_once, threads, [&](int64_t piece) {
+  const auto multiply_slice = [&](int64_t piece) {
     at::AutoDispatchBelowAutograd guard;
     const int64_t start = piece * strips_at_once, end = std::min(start + strips_at_once, layout.strips);
     const int64_t n = start * STRIP, count = std::min(end * STRIP, layout.rows) - n, width = (end - start) * STRIP;
@@ -209,13 +209,24 @@ void multiply_expanded(const Layout& layout, const uint8_t* packed, const at::Te
     const at::Tensor product = at::mm(x, slice);
     const T* sums = product.const_data_ptr<T>();
     for (int64_t m = 0; m < x.size(0); ++m) {
-      for (int64_t i = 0; i < count; ++i) {
-        const float sum = sums[m * width + i];
-        y[m * layout.rows + n + i] = T(bias ? sum + bias[n + i] : sum);
-      }
+      write_row(y + m * layout.rows + n, sums + m * width, bias ? bias + n : nullptr, count);
+    }
+  };
+  // Nobody catches what a thread of the team throws, as where memory runs out.
+  std::exception_ptr failure;
+  std::mutex failing;
+  // A product within a thread of ours is not to be shared with the library's own.
+  at::set_num_threads(1);
+  Team::get().run((layout.strips + strips_at_once - 1) / strips_at_once, threads, [&](int64_t piece) {
+    try {
+      multiply_slice(piece);
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(failing);
+      failure = std::current_exception();
     }
   });
   at::set_num_threads(threads);
+  if (failure) std::rethrow_exception(failure);
 }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,

@@ -247,8 +247,8 @@ void multiply_rounded_groups(const Layout& layout, const uint8_t* strip, const R
 
 // Quantized weights with inputs as they are. `sums` is (M, 16).
 template <Codes CODES, int M>
-void multiply_exact(const Layout& layout, const uint8_t* strip, const Reading& reading,
-                      const Inputs& inputs, float* sums) {
+void multiply_exact(const Layout& layout, const uint8_t* strip, const Reading& reading, const Inputs& inputs,
+                    float* sums) {
   constexpr int STEPS = 8 / SECTIONS<CODES>;
   const vfloat offset = broadcast(float(layout.offset));
   const int64_t groups = layout.groups / SECTIONS<CODES>, blocks_per_group = layout.blocks / groups;
@@ -304,8 +304,8 @@ GPTFAST_INLINE vfloat load_weights(const uint8_t* block, int k, int part) {
 
 // Weights that are floats, with inputs as they are. `sums` is (M, 16).
 template <Codes CODES, int M>
-void multiply_dense(const Layout& layout, const uint8_t* strip, const Reading& reading,
-                      const Inputs& inputs, float* sums) {
+void multiply_dense(const Layout& layout, const uint8_t* strip, const Reading& reading, const Inputs& inputs,
+                    float* sums) {
   const uint8_t* block = strip + layout.codes_at;
   Totals<M> totals(sums);
   for (int64_t b = 0; b < layout.blocks; ++b, block += get_block_bytes(CODES)) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -18,12 +19,12 @@ namespace gptfast {
 // AVX-512 without VNNI is of no use here: its processors are as fast with AVX2.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
 #define GPTFAST_AVX512 1
-constexpr int W = 16;
+constexpr int W = 16, REGISTERS = 32;
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define GPTFAST_AVX2 1
-constexpr int W = 8;
+constexpr int W = 8, REGISTERS = 16;
 #else
-constexpr int W = 4;
+constexpr int W = 4, REGISTERS = 16;
 #endif
 
 // W lanes of 32 bits, as floats, integers and four bytes each.
@@ -72,34 +73,35 @@ GPTFAST_INLINE vfloat multiply_add(vfloat a, vfloat b, vfloat c) {
 #endif
 }
 
-GPTFAST_INLINE int32_t add_lanes(vint value) {
-#if defined(GPTFAST_AVX512)
-  return _mm512_reduce_add_epi32((__m512i)value);
+// Lane i of the result is lane LANES[i] of a followed by b.
+template <class V, int... LANES>
+GPTFAST_INLINE V shuffle(V a, V b, std::integer_sequence<int, LANES...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, LANES...);
 #else
-  int32_t sum = 0;
-  for (int lane = 0; lane < W; ++lane) sum += value[lane];
-  return sum;
+  return __builtin_shuffle(a, b, vint{LANES...});
 #endif
 }
 
-GPTFAST_INLINE float add_lanes(vfloat value) {
-#if defined(GPTFAST_AVX512)
-  return _mm512_reduce_add_ps((__m512)value);
-#else
-  float sum = 0;
-  for (int lane = 0; lane < W; ++lane) sum += value[lane];
-  return sum;
-#endif
+template <int DISTANCE, class V, int... LANE>
+GPTFAST_INLINE V swap_lanes(V a, std::integer_sequence<int, LANE...>) {
+  return shuffle(a, a, std::integer_sequence<int, (LANE ^ DISTANCE)...>{});
 }
 
-GPTFAST_INLINE int32_t find_largest_lane(vint value) {
-#if defined(GPTFAST_AVX512)
-  return _mm512_reduce_max_epi32((__m512i)value);
-#else
-  int32_t largest = value[0];
-  for (int lane = 1; lane < W; ++lane) largest = value[lane] > largest ? value[lane] : largest;
-  return largest;
-#endif
+// The sum of all lanes, a float or an integer.
+template <int DISTANCE = W / 2, class V>
+GPTFAST_INLINE auto add_lanes(V a) {
+  a += swap_lanes<DISTANCE>(a, std::make_integer_sequence<int, W>{});
+  if constexpr (DISTANCE > 1) return add_lanes<DISTANCE / 2>(a);
+  else return a[0];
+}
+
+template <int DISTANCE = W / 2, class V>
+GPTFAST_INLINE auto find_largest_lane(V a) {
+  const V swapped = swap_lanes<DISTANCE>(a, std::make_integer_sequence<int, W>{});
+  a = a > swapped ? a : swapped;
+  if constexpr (DISTANCE > 1) return find_largest_lane<DISTANCE / 2>(a);
+  else return a[0];
 }
 
 // W numbers of IEEE half precision.

@@ -86,7 +86,7 @@ bool Team::take_piece() {
 }
 
 // The caller has work between two calls, and memory none: this is its time to deliver.
-void Team::fetch_ahead() {
+void Team::fetch_next() {
   const uint8_t* next = next_.exchange(nullptr, std::memory_order_relaxed);
   if (next == nullptr) return;
   for (int64_t at = 0; at < AHEAD_BYTES && left_.load(std::memory_order_relaxed) == 0; at += LINES_AT_ONCE * 64) {
@@ -106,7 +106,7 @@ void Team::serve(int number) {
     if (take_piece()) {
       while (number < wanted_.load(std::memory_order_relaxed) && take_piece()) {
       }
-      fetch_ahead();
+      fetch_next();
       last_work = std::chrono::steady_clock::now();
       continue;
     }

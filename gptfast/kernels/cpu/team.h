@@ -40,7 +40,7 @@ class Team {
   void share(int64_t count, int threads, Call call, const void* data, const uint8_t* next);
   bool take_piece();
   void serve(int number);
-  void fetch_ahead();
+  void fetch_next();
 
   std::mutex busy_;
   // What is shared out. It changes only while no piece is left and none is being done, so whoever takes a piece may
