@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gptfast.config import SamplingConfig
-from gptfast.generation import GenerationResult, Stream
+import torch
+
+from gptfast.generation import Stream
 from gptfast.session import Session
 
 
@@ -17,7 +17,8 @@ class Divergence:
     Attributes:
         index: of the token among the new ones, from 0.
         speculated, plain: its ids in the two texts; None where one has ended.
-        top_2_margin: how far the target's largest logit is above the second there, before temperature and filters.
+        top_2_margin: how far the largest logit of plain decoding is above the second there, before temperature and
+            filters.
     """
 
     index: int
@@ -26,44 +27,22 @@ class Divergence:
     top_2_margin: float
 
 
-def find_divergence(
-    session: Session,
-    prompt_ids: Sequence[int],
-    result: GenerationResult,
-    *,
-    sampling: SamplingConfig,
-    sample_id: int = 0,
-    ignore_eos: bool = False,
-) -> Divergence | None:
-    """Decode plainly as many tokens as `result` has, and compare; None if they are the same.
+def find_divergence(session: Session, speculated: Stream, plain: Stream) -> Divergence | None:
+    """Run a plain stream and compare its tokens with those of a finished one; None if they are the same.
 
-    `result` is what the session's speculation made of the prompt with this sampling.
+    Both are of one row, and of the session; they differ in `speculates` alone.
     """
-    speculator, session.speculator = session.speculator, None
-    try:
-        plain = Stream(
-            session,
-            prompt_ids,
-            max_new_tokens=result.new_tokens,
-            sampling=sampling,
-            sample_ids=(sample_id,),
-            ignore_eos=ignore_eos,
-        )
-        for _ in plain:
-            pass
-    finally:
-        session.speculator = speculator
-    return compare(session, prompt_ids, result.token_ids, plain.result.token_ids)
-
-
-def compare(
-    session: Session, prompt_ids: Sequence[int], speculated: Sequence[int], plain: Sequence[int]
-) -> Divergence | None:
-    """Where two texts after the same prompt first differ, if they do."""
-    for index in range(max(len(speculated), len(plain))):
-        a, b = (ids[index] if index < len(ids) else None for ids in (speculated, plain))
+    for _ in plain:
+        pass
+    ours, theirs = speculated.result.token_ids, plain.result.token_ids
+    for index in range(max(len(ours), len(theirs))):
+        a, b = (ids[index] if index < len(ids) else None for ids in (ours, theirs))
         if a != b:
-            first, second = session.runner.prefill([*prompt_ids, *plain[:index]])[0].topk(2).values.tolist()
+            text = [*plain.prompt_ids, *theirs[:index]]
             session.cached_ids = []
+            logits = session.runner.prefill(plain.prompt_ids)
+            for position in range(len(plain.prompt_ids), len(text)):
+                logits = session.runner.decode(torch.tensor(text[position : position + 1]), position)
+            first, second = logits[0].topk(2).values.tolist()
             return Divergence(index, a, b, first - second)
     return None

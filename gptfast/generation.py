@@ -73,7 +73,10 @@ class GenerationResult:
 
 
 class Stream:
-    """Text as it is made: iterate for the pieces, then ask for the `result`, also after leaving early."""
+    """Text as it is made: iterate for the pieces, then ask for the `result`, also after leaving early.
+
+    The arguments are those of `stream` and `generate`; `speculates` is whether the session's speculator is used.
+    """
 
     def __init__(
         self,
@@ -86,8 +89,10 @@ class Stream:
         sample_ids: Sequence[int] = (0,),
         reuse_cache: bool = False,
         ignore_eos: bool = False,
+        speculates: bool = True,
     ) -> None:
         self._session = session
+        self._speculator = session.speculator if speculates else None
         self._sampling = session.defaults.sampling if sampling is None else sampling
         start = time.perf_counter()
         self.prompt_ids = encode_prompt(session, prompt)
@@ -103,7 +108,7 @@ class Stream:
         self._transcripts = [Transcript(session.tokenizer, eos_ids, stops) for _ in self._sample_ids]
         if reuse_cache and len(self._sample_ids) > 1:
             raise UserError("several samples at once cannot go on from each other's cache; reuse it with batch size 1")
-        session.runner.reserve(len(self.prompt_ids) + self._max_new_tokens)
+        session.reserve(len(self.prompt_ids) + self._max_new_tokens)
         self._encode_s = time.perf_counter() - start
         session.warm_up(len(self.prompt_ids))
         self._reuses_cache = reuse_cache
@@ -163,7 +168,7 @@ class Stream:
             self._sampling, self.prompt_ids, logits.shape[-1], sample_ids=self._sample_ids, device=runner.device
         )
         tokens = sampler.choose(logits, len(self.prompt_ids))
-        speculator = session.speculator
+        speculator = self._speculator
         steps = self._decode(sampler, tokens) if speculator is None else self._speculate(sampler, tokens, speculator)
         added = next(steps)
         now = time.perf_counter()

@@ -25,8 +25,8 @@ from gptfast.errors import UserError
 from gptfast.kernels import ops
 from gptfast.loading import WEIGHTS, Weights, check_memory, load_model
 from gptfast.model import describe_dtype
-from gptfast.runner import Runner
-from gptfast.speculation.selection import open_speculator
+from gptfast.runner import CompileKind, Runner
+from gptfast.speculation.selection import check_draft, open_speculator
 from gptfast.speculation.speculator import Speculator
 from gptfast.tokenizer import Tokenizer
 
@@ -104,9 +104,30 @@ class Session:
 
     def warm_up(self, prompt_tokens: int | None = None) -> None:
         """Compile the steps that generating from a prompt of that length needs, or from any prompt if None."""
-        self.runner.warm_up(prompt_tokens)
+        self.runner.warm_up(prompt_tokens, verifies=self.speculator is not None)
         if self.speculator is not None:
             self.speculator.warm_up(prompt_tokens)
+
+    def reserve(self, length: int) -> None:
+        """Make room for a text of `length` tokens; raises PromptError beyond the context, or the memory."""
+        self.runner.reserve(length)
+        for runner in self.list_runners()[1:]:
+            runner.reserve(min(length, runner.context))
+
+    def list_runners(self) -> list[Runner]:
+        """The model's, and those of draft models."""
+        return [self.runner, *([] if self.speculator is None else self.speculator.list_runners())]
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds that compiling steps, or loading compiled ones, took."""
+        return sum(runner.compile_statistics.seconds for runner in self.list_runners())
+
+    @property
+    def compile_kind(self) -> CompileKind:
+        """That of the model's steps, or `cold` if it was a draft model whose steps had to be compiled."""
+        kinds = [runner.compile_kind for runner in self.list_runners()]
+        return "cold" if "cold" in kinds else kinds[0]
 
     @functools.cached_property
     def chat_template(self) -> ChatTemplate | None:
@@ -126,7 +147,7 @@ def load(
     compile: bool = False,
     batch_size: int = 1,
     threads: int | None = None,
-    draft: str | None = None,
+    draft: str | Path | None = None,
     speculate_k: int | None = None,
 ) -> Session:
     """Load a model and make it ready to run.
@@ -153,8 +174,7 @@ def load(
     """
     if batch_size < 1:
         raise UserError(f"batch size is {batch_size}; it must be at least 1")
-    if draft is None and speculate_k is not None:
-        raise UserError(f"{speculate_k} tokens are to be speculated but nothing proposes them; name a draft")
+    check_draft(draft, speculate_k, batch_size)
     if threads is not None:
         set_threads(threads)
     check_choice("weights", weights, WEIGHTS)
@@ -173,7 +193,10 @@ def load(
         logger.warning("activations are rounded for the CPU's quantized weights only, of which there are none here")
     runner = Runner(model, batch_size=batch_size, compile=compile, kv_dtype=chosen_kv_dtype)
     tokenizer = checkpoint.load_tokenizer()
-    speculator = None if draft is None else open_speculator(draft, runner, checkpoint, tokenizer, k=speculate_k)
+    if draft is None:
+        speculator = None
+    else:
+        speculator = open_speculator(os.fspath(draft), runner, checkpoint, tokenizer, k=speculate_k)
     return Session(
         checkpoint=checkpoint,
         runner=runner,

@@ -193,7 +193,7 @@ def build_fields(comparison: Comparison) -> dict[str, Any]:
         ratios.setdefault(pair.prompt, []).append(pair.ratio)
     medians = {prompt: statistics.median(values) for prompt, values in ratios.items()}
     worst = min(medians, key=lambda prompt: medians[prompt])
-    plain_steps_s = [pair.plain.decode_s / pair.plain.decode_steps for pair in pairs]
+    plain_steps_s = [pair.plain.decode_s / max(1, pair.plain.decode_steps) for pair in pairs]  # a text may end at once
     return {
         "draft": comparison.draft,
         "ratio": statistics.median(medians.values()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import secrets
 import sys
@@ -152,10 +153,9 @@ def command(**settings: Any) -> int:
             from gptfast.cli.interactive import chat as produce
         else:
             produce = print_samples
-        results, is_interrupted = produce(session, sampling, options)
-    is_exact = not options.check_exact or check_exact(session, sampling, options, results)
+        results, exit_code = produce(session, sampling, options)
     print_report(RunReport(session, results, import_s, sampling.seed), options.as_json)
-    return INTERRUPTED if is_interrupted else 0 if is_exact else DIVERGED
+    return exit_code
 
 
 def check_options(options: Options) -> None:
@@ -177,8 +177,6 @@ def check_options(options: Options) -> None:
         raise UserError(f"num-samples is {options.num_samples}; it must be at least 1")
     if options.max_new_tokens is not None and options.max_new_tokens < 0:
         raise UserError(f"max-new-tokens is {options.max_new_tokens}; it must be 0 or more")
-    if options.draft is not None and options.batch_size > 1:
-        raise UserError("--draft speculates for one text at a time; leave out --batch-size")
     if options.check_exact and (options.draft is None or options.interactive):
         raise UserError("--check-exact compares speculation with plain decoding; give --draft, and no --interactive")
     if "" in options.stop:
@@ -190,15 +188,17 @@ def check_options(options: Options) -> None:
         options.profile.open("ab").close()  # a path that cannot be written is refused now
 
 
-def print_samples(session: Session, sampling: SamplingConfig, options: Options) -> tuple[list[GenerationResult], bool]:
-    """Print every sample's text as it comes; the results, and whether Ctrl-C ended them early."""
+def print_samples(session: Session, sampling: SamplingConfig, options: Options) -> tuple[list[GenerationResult], int]:
+    """Print every sample's text as it comes; the results, and the exit code that they deserve."""
     from gptfast.generation import Stream, encode_prompt
 
     prompt = encode_prompt(session, build_prompt(session, options))
     results: list[GenerationResult] = []
+    exit_code = 0
     size = session.runner.batch_size
     for first in range(0, options.num_samples, size):
-        batch = Stream(
+        start = functools.partial(
+            Stream,
             session,
             prompt,
             max_new_tokens=options.max_new_tokens,
@@ -207,37 +207,37 @@ def print_samples(session: Session, sampling: SamplingConfig, options: Options) 
             sample_ids=range(first, first + size),
             ignore_eos=options.ignore_eos,
         )
+        batch = start()
         is_interrupted = print_stream(batch)
         kept = batch.results()[: options.num_samples - first]
         for result in kept if session.tokenizer is None else kept[1:]:
             click.echo(result.text if session.tokenizer else " ".join(map(str, result.token_ids)))
         results += kept
+        try:
+            if options.check_exact and not is_interrupted and not print_check(session, batch, start(speculates=False)):
+                exit_code = DIVERGED
+        except KeyboardInterrupt:
+            is_interrupted = True
         if is_interrupted:
-            return results, True
-    return results, False
+            return results, INTERRUPTED
+    return results, exit_code
 
 
-def check_exact(session: Session, sampling: SamplingConfig, options: Options, results: list[GenerationResult]) -> bool:
-    """Say of every text whether plain decoding gives it too; True if it does for all."""
+def print_check(session: Session, speculated: Stream, plain: Stream) -> bool:
+    """Say whether a finished stream has the text of a plain one that is still to run; True if it does."""
     from gptfast.exactness import find_divergence
-    from gptfast.generation import encode_prompt
 
-    prompt = encode_prompt(session, build_prompt(session, options))
-    is_exact = True
-    for index, result in enumerate(results):
-        found = find_divergence(
-            session, prompt, result, sampling=sampling, sample_id=index, ignore_eos=options.ignore_eos
-        )
-        if found is None:
-            click.echo(f"exact: {result.new_tokens} tokens are those of plain decoding", err=True)
-            continue
-        is_exact = False
-        click.echo(
-            f"not exact: token {found.index} is {found.speculated} and {found.plain} in plain decoding, where the two "
-            f"largest logits are {found.top_2_margin:.3g} apart",
-            err=True,
-        )
-    return is_exact
+    found = find_divergence(session, speculated, plain)
+    if found is None:
+        click.echo(f"exact: {speculated.result.new_tokens} tokens are those of plain decoding", err=True)
+        return True
+    ours, theirs = ("the end" if each is None else each for each in (found.speculated, found.plain))
+    click.echo(
+        f"not exact: token {found.index} is {ours}, and {theirs} in plain decoding, where the two largest logits are "
+        f"{found.top_2_margin:.3g} apart",
+        err=True,
+    )
+    return False
 
 
 def print_stream(pieces: Stream) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gptfast.chat import Message
-from gptfast.cli.generate import Options, print_stream
+from gptfast.cli.generate import INTERRUPTED, Options, print_stream
 from gptfast.errors import PromptError
 from gptfast.generation import Stream, encode_prompt
 
@@ -20,8 +20,8 @@ ROOM_FOR_REPLY = 64
 """Tokens: older turns make way when less than this, or than --max-new-tokens, is left for a reply."""
 
 
-def chat(session: Session, sampling: SamplingConfig, options: Options) -> tuple[list[GenerationResult], bool]:
-    """Talk until the end of input, or Ctrl-C at the prompt; the replies, and whether it was Ctrl-C."""
+def chat(session: Session, sampling: SamplingConfig, options: Options) -> tuple[list[GenerationResult], int]:
+    """Talk until the end of input, or Ctrl-C at the prompt; the replies, and the exit code."""
     if session.chat_template is None:
         raise PromptError("this model has no chat template, so it cannot chat; leave out --interactive")
     session.warm_up()
@@ -34,7 +34,7 @@ def chat(session: Session, sampling: SamplingConfig, options: Options) -> tuple[
             question = Message("user", click.prompt("", prompt_suffix="> ", err=True))
         except click.Abort as end:  # which click makes of both keys
             click.echo(err=True)
-            return results, isinstance(end.__context__, KeyboardInterrupt)
+            return results, INTERRUPTED if isinstance(end.__context__, KeyboardInterrupt) else 0
         try:
             turns, result = answer(session, system, [*turns, question], sampling, options)
             results.append(result)

@@ -78,8 +78,8 @@ class RunReport:
             "finish_reason": first.finish_reason,
             "import_s": self.import_s,
             "load_s": self.session.load_s,
-            "compile_s": self.session.runner.compile_statistics.seconds,
-            "compile_kind": self.session.runner.compile_kind,
+            "compile_s": self.session.compile_s,
+            "compile_kind": self.session.compile_kind,
             "ttft_s": first.ttft_s,
             "prefill_tokens_per_s": self.prefill_tokens_per_s,
             "decode_tokens_per_s": self.decode_tokens_per_s,
@@ -133,7 +133,7 @@ class RunReport:
                 ("weights", f"{megabytes:,.1f} MB read per {unit}, {self.bandwidth_gb_per_s:.1f} GB/s"),
             ]
         if session.speculator is not None:
-            rows += [("draft", f"{name}: {line}") for name, line in list_speculation_lines(session.speculator)]
+            rows += [("draft", line) for line in list_speculation_lines(session.speculator)]
         if len(self.results) > 1:
             rows.append(("texts", f"{len(self.results)}, {session.runner.batch_size} at once"))
         rows.append(("memory", f"{get_peak_memory(session.runner.device) / 1e9:.2f} GB peak"))
@@ -143,7 +143,7 @@ class RunReport:
         runner = self.session.runner
         if not runner.is_compiled:
             return "not compiled" if runner.compiling_was_asked else "not compiled (--compile is faster)"
-        return f"compile {runner.compile_statistics.seconds:.2f} s ({runner.compile_kind})"
+        return f"compile {self.session.compile_s:.2f} s ({self.session.compile_kind})"
 
 
 def describe_speculation(statistics: SpeculationStatistics) -> dict[str, Any]:
@@ -159,25 +159,21 @@ def describe_speculation(statistics: SpeculationStatistics) -> dict[str, Any]:
     }
 
 
-def list_speculation_lines(speculator: Speculator) -> Iterator[tuple[str, str]]:
-    """Lines on every proposer, each after its name."""
+def list_speculation_lines(speculator: Speculator) -> Iterator[str]:
+    """Lines on every proposer, the first of them with its name."""
     for name, found in speculator.statistics.items():
         if not found.rounds:
-            yield name, f"no rounds in {found.plain_steps} steps"
+            yield f"{name}: no rounds in {found.plain_steps} steps"
             continue
-        share = f"{found.accepted} of {found.proposed} tokens accepted ({found.acceptance:.0%})"
         by_position = " ".join(str(count) for count in found.accept_counts if count)
-        yield name, share + (f", by position {by_position}" if by_position else "")
+        yield (
+            f"{name}: {found.accepted} of {found.proposed} tokens accepted ({found.acceptance:.0%})"
+            + (f", by position {by_position}" if by_position else "")
+        )
         times = f"{found.verify_ms:.2f} ms to verify and {found.draft_ms_per_token:.2f} to propose each token"
-        plain = f"{found.plain_steps} plain steps, {found.plain_ms:.2f} ms"
-        yield name, f"{found.rounds} rounds of {found.mean_accepted_length:.2f} tokens, {times}; {plain}"
+        yield f"rounds: {found.rounds} of {found.mean_accepted_length:.2f} tokens, {times}"
+        yield f"without: {found.plain_steps} steps, {found.plain_ms:.2f} ms a token"
         break_even = found.break_even_acceptances[found.usual_k - 1]
         if break_even is not None:
-            yield (
-                name,
-                (
-                    f"{found.usual_k} tokens a round break even at an acceptance of {break_even:.0%}"
-                    if break_even <= 1
-                    else f"{found.usual_k} tokens a round pay at no acceptance"
-                ),
-            )
+            needed = f"break even at an acceptance of {break_even:.0%}" if break_even <= 1 else "pay at no acceptance"
+            yield f"rounds of {found.usual_k} proposed {needed}"

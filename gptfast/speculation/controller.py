@@ -42,12 +42,12 @@ class SpeculationStatistics:
 
     Attributes:
         rounds: steps that verified at least one proposed token.
-        plain_steps: steps without.
+        plain_steps: steps without this proposer: plain ones and, of one that stands before others, their rounds.
         proposed_counts: at index i, how many rounds proposed more than i tokens.
         accept_counts: at index i, how many rounds accepted more than i tokens.
         draft_s: seconds in which the rounds' tokens were proposed.
         verify_s: seconds of the rounds' target steps.
-        plain_s: seconds of the plain steps.
+        plain_s: seconds of these steps for each token that they yielded.
         break_even_acceptances: at index k - 1, the acceptance of every token, given those before it, at which rounds
             of k tokens are as fast as plain steps; above 1 where no acceptance is enough, None where a time that it
             takes was not measured.
@@ -150,11 +150,18 @@ class SpeculationController:
         """Another text begins, and the proposer has yet to read `unread` tokens of its prompt."""
         self._costs.lag = unread
 
-    def record_plain(self, seconds: float) -> None:
-        """Learn from a plain step, also from one where tokens were asked for and none proposed."""
+    def skip(self, tokens: int) -> None:
+        """Note that so many tokens were decoded without asking."""
+        self._costs.lag += tokens
+
+    def record_plain(self, seconds: float, tokens: int = 1) -> None:
+        """Learn from a step without this proposer, also from one where tokens were asked for and none proposed.
+
+        It is a plain one, or another's round, which yields several `tokens`; `seconds` are those of each.
+        """
         self._plain_steps += 1
         self._plain_s += seconds
-        self._costs.record_plain(seconds)
+        self._costs.record_plain(seconds, tokens)
         if self._is_fixed:
             return
         if self._is_speculating:

@@ -97,11 +97,11 @@ class StepCosts:
         for times in (self._draft, *self._verify.values()):
             times.renew()
 
-    def record_plain(self, seconds: float) -> None:
-        """Learn from a plain step."""
+    def record_plain(self, seconds: float, tokens: int) -> None:
+        """Learn from a step that yielded so many tokens, in `seconds` each."""
         self.plain.add(seconds)
         self.rounds_in_turn = 0
-        self.lag += 1
+        self.lag += tokens
 
     def record_round(self, k: int, draft_s: float, verify_s: float) -> float:
         """Learn from a round of k proposals; its seconds, without what a busy machine seems to have added."""

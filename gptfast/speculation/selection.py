@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from gptfast.checkpoint import open_checkpoint
 from gptfast.checkpoint.base import Checkpoint
 from gptfast.errors import UserError
-from gptfast.loading import Weights, check_memory, estimate_weight_bytes, load_model
+from gptfast.loading import ROUNDED_WEIGHTS, Weights, check_memory, estimate_weight_bytes, load_model
 from gptfast.model import Transformer
 from gptfast.runner import MOST_VERIFIED, Runner
 from gptfast.speculation.controller import SpeculationController
@@ -19,9 +20,13 @@ from gptfast.speculation.proposer import Proposer
 from gptfast.speculation.speculator import Lane, Speculator
 from gptfast.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 NGRAM = "ngram"
-CHOICES = "give ngram, int4, int8, layers:N or a checkpoint's path, or ngram, with one of the others after a comma"
-MOST_DRAFTED = {"draft": 8, NGRAM: MOST_VERIFIED - 1}
+LAYERS = re.compile(r"layers:(\d+)")
+CHOICES = "give ngram, int4, int8, layers:N or a checkpoint's path, or two as in ngram,int4"
+MOST_DRAFTED = 8
+MOST_LOOKED_UP = MOST_VERIFIED - 1
 """Tokens in a round that is free to choose: a draft model's cost time, and looked-up ones cost none."""
 AS_SMALL = 1.15
 """A checkpoint that takes at most this many times the bytes of the asked draft is used as it is stored."""
@@ -41,23 +46,43 @@ def open_speculator(
     Raises:
         UserError: what `draft` names is not there or does not fit the target, or `k` is out of range.
     """
-    if target.batch_size != 1:
+    check_draft(draft, k, target.batch_size)
+    if target.device.type == "cpu" and not target.model.uses_attention_kernel:
+        logger.warning("without the CPU kernels a verified token may differ from a plain one; --check-exact tells")
+    lanes = []
+    for name in split_draft(draft):
+        proposer: Proposer
+        if name == NGRAM:
+            proposer, most = NgramProposer(), MOST_LOOKED_UP
+        else:
+            proposer, most = _open_draft_model(name, target, checkpoint, tokenizer), MOST_DRAFTED
+        lanes.append(Lane(name, proposer, SpeculationController(max_k=k or most, fixed_k=k)))
+    return Speculator(target, lanes)
+
+
+def check_draft(draft: str | Path | None, k: int | None, batch_size: int) -> None:
+    """Refuse what can be refused before a model is loaded; see `open_speculator`."""
+    if draft is None:
+        if k is not None:
+            raise UserError(f"{k} tokens are to be speculated but nothing proposes them; name a draft")
+        return
+    if batch_size != 1:
         raise UserError("speculation decodes one text at a time; use batch size 1, or no draft")
-    if k is not None and not 1 <= k < MOST_VERIFIED:
-        raise UserError(f"{k} tokens cannot be speculated at once; use 1 to {MOST_VERIFIED - 1}, or auto")
-    # Only there does a comma part two proposers; a path may have one too.
+    if k is not None and not (isinstance(k, int) and 1 <= k < MOST_VERIFIED):
+        raise UserError(f"{k!r} tokens cannot be speculated at once; use 1 to {MOST_VERIFIED - 1}, or None for auto")
+    for name in split_draft(os.fspath(draft)):
+        is_known = name in (NGRAM, *ROUNDED_WEIGHTS) or LAYERS.fullmatch(name)
+        if not is_known and not Path(os.path.expanduser(name)).exists():
+            raise UserError(f"the draft {name} does not exist; {CHOICES}")
+
+
+def split_draft(draft: str) -> list[str]:
+    """The proposers that it names, one or two, in the order in which they are asked."""
+    # Only there does a comma part two; a path may have one too.
     names = draft.split(",", 1) if draft.startswith(f"{NGRAM},") else [draft]
     if "" in names or names.count(NGRAM) > 1:
         raise UserError(f"draft {draft!r} does not say what proposes; {CHOICES}")
-    lanes = []
-    for name in names:
-        proposer: Proposer
-        if name == NGRAM:
-            proposer, most = NgramProposer(), MOST_DRAFTED[NGRAM]
-        else:
-            proposer, most = _open_draft_model(name, target, checkpoint, tokenizer), MOST_DRAFTED["draft"]
-        lanes.append(Lane(name, proposer, SpeculationController(max_k=k or most, fixed_k=k)))
-    return Speculator(target, lanes)
+    return names
 
 
 def _open_draft_model(name: str, target: Runner, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> DraftModel:
@@ -67,15 +92,13 @@ def _open_draft_model(name: str, target: Runner, checkpoint: Checkpoint, tokeniz
 
 
 def _load_draft_model(name: str, target: Runner, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Transformer:
-    if cut := re.fullmatch(r"layers:(\d+)", name):
+    if cut := LAYERS.fullmatch(name):
         return cut_layers(target.model, int(cut[1]))
     weights: Weights = "stored"
     if name in ("int4", "int8"):
         weights = _choose_weights(checkpoint, "int4" if name == "int4" else "int8", target)
     else:
         path = Path(os.path.expanduser(name))
-        if not path.exists():
-            raise UserError(f"the draft {name} does not exist; {CHOICES}")
         checkpoint, target_checkpoint = open_checkpoint(path), checkpoint
         check_vocabulary(checkpoint.load_tokenizer(), tokenizer, str(path), str(target_checkpoint.path))
     dtype = target.model.dtype
@@ -105,7 +128,10 @@ def check_vocabulary(draft: Tokenizer | None, target: Tokenizer | None, draft_na
             )
 
 
-def list_spellings(tokenizer: Tokenizer) -> list[str | bytes]:
-    """What every id stands for: a control token's name, else bytes, none where there is no token."""
-    control = {token_id: text for text, token_id in tokenizer.control_tokens.items()}
+def list_spellings(tokenizer: Tokenizer) -> list[bytes]:
+    """What every id stands for in UTF-8, a control token its name; empty where there is no token.
+
+    Files of one vocabulary differ in which tokens they call control tokens.
+    """
+    control = {token_id: text.encode() for text, token_id in tokenizer.control_tokens.items()}
     return [control.get(token_id) or tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]

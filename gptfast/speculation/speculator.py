@@ -59,9 +59,10 @@ class Speculator:
         return [lane.proposer.runner for lane in self.lanes if isinstance(lane.proposer, DraftModel)]
 
     def warm_up(self, prompt_tokens: int | None = None) -> None:
-        """Compile the steps that rounds need, beside those of plain decoding."""
-        for runner in (self._target, *self.list_runners()):
+        """Compile the steps that draft models need for a prompt of that length, or for any if None."""
+        for runner in self.list_runners():
             runner.warm_up(prompt_tokens, verifies=True)
+            runner.warm_up(1)  # the small prefill step, for what a draft model missed while it rested
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Have the proposers that will be asked read the start of a text; see `Proposer.begin`."""
@@ -95,6 +96,8 @@ class Speculator:
             lane.controller.record_round(
                 proposed=len(drafted), accepted=len(values) - 1, draft_s=middle - start, verify_s=end - middle
             )
+            for later in self.lanes[len(passed) + 1 :]:
+                later.controller.skip(len(values))
             break
         else:
             start = time.perf_counter()
@@ -103,5 +106,5 @@ class Speculator:
             self.plain_steps += 1
         # What a lane competes with is what happens without it.
         for lane in passed:
-            lane.controller.record_plain((end - start) / len(values))
+            lane.controller.record_plain((end - start) / len(values), tokens=len(values))
         return values

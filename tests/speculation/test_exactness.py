@@ -270,8 +270,7 @@ def test_the_conversation_of_a_chat_is_that_of_plain_decoding(directory: Path, e
 def test_nothing_is_compiled_after_the_warm_up_whatever_k_is(draft: str, directory: Path) -> None:
     session = open_draft(directory, draft, compile=True)
     assert session.speculator is not None
-    session.runner.warm_up(100)
-    session.speculator.warm_up(100)
+    session.warm_up(100)
     runners = [session.runner, *session.speculator.list_runners()]
     before = count_traced_graphs(), [vars(runner.compile_statistics).copy() for runner in runners]
     generator = random.Random(0)
@@ -289,7 +288,7 @@ def test_a_draft_that_rested_catches_up_without_compiling(directory: Path) -> No
     """Many tokens were decoded without it, more than the prompt that the warm-up was for."""
     session = open_draft(directory, ITSELF, compile=True)
     assert session.speculator is not None
-    session.speculator.warm_up(20)
+    session.warm_up(20)
     [draft] = session.speculator.list_runners()
     before = count_traced_graphs(), vars(draft.compile_statistics).copy()
     proposer = DraftModel(draft, tiny_config().vocab_size)
