@@ -30,8 +30,8 @@ LENT_CREDIT = 1.0  # plain steps, that a return has beside what it costs
 LEAST_SPEEDUP = 1.02  # promised, for speculation to go on
 FIRST_PLAIN_STEPS = 2
 FIRST_ROUNDS = 3  # before costs are judged: a first time is often a slow one
-ROUNDS_PER_PLAIN_STEP = 100  # while speculating, to know what it is compared with
 RETURN_ROUNDS = 2  # the same after a rest, if the credit bears them
+ROUNDS_PER_PLAIN_STEP = 100  # while speculating, to know what it is compared with
 FRESH_PLAIN_ROUNDS = 4  # for which a plain step's time is good enough to give up by
 SHORTEST_WAIT, LONGEST_WAIT = 16, 128  # plain steps between tries
 

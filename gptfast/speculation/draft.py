@@ -14,7 +14,7 @@ from gptfast.runner import MOST_VERIFIED, PREFILL_CHUNKS, Runner
 from gptfast.speculation.proposer import Choose
 
 CATCH_UP_TOKENS = max(PREFILL_CHUNKS) // 2
-"""Read at once after a while without proposals: few enough for the small prefill step, which every prompt needs."""
+"""Read at once after a while without proposals: few enough for the small prefill step, which is always compiled."""
 
 
 class DraftModel:
@@ -58,7 +58,9 @@ class DraftModel:
 
     def _can_read(self, tokens: Sequence[int]) -> bool:
         """Whether the text fits the draft's context and has none of the target's ids that the draft lacks."""
-        return len(tokens) <= self.runner.context and max(tokens) < self.runner.vocab_size
+        if len(tokens) > self.runner.context:
+            return False
+        return self.runner.vocab_size >= self._vocab_size or max(tokens) < self.runner.vocab_size
 
     def _read(self, tokens: Sequence[int], at_once: int = CATCH_UP_TOKENS) -> Tensor:
         """Read what the cache lacks of the text, its last token at least; (1, V) logits after it."""

@@ -33,7 +33,12 @@ class Lane:
 
 
 class Speculator:
-    """Extends a text by one round, or by one plain step, at a time; each lane is asked if those before it pass."""
+    """Extends a text by one round, or by one plain step, at a time; each lane is asked if those before it pass.
+
+    Attributes:
+        lanes: in the order in which they are asked.
+        rounds, plain_steps: how many there were, in all texts.
+    """
 
     def __init__(self, target: Runner, lanes: Sequence[Lane]) -> None:
         assert target.batch_size == 1
