@@ -66,7 +66,8 @@ def command(
     in gptfast and transformers, and follows the schema that vLLM reads. Exits with 1 if a layer had to stay dense.
     """
     from gptfast.checkpoint import open_checkpoint
-    from quantize.convert import Settings, convert, refuse_compressed
+    from quantize.calibration import read_calibration_ids
+    from quantize.convert import Settings, convert, list_warnings, refuse_compressed
     from quantize.plan import list_default_rules, make_plan, parse_keep_rule
     from quantize.report import format_report
     from quantize.writer import list_partials
@@ -79,14 +80,15 @@ def command(
     source = open_checkpoint(path)
     refuse_compressed(source)
     plan = make_plan(source, scheme, rules)
-    for line in plan.list_warnings():
+    settings = Settings(mode, scheme, read_calibration_ids(source, calibration) if mode == "int4-gptq" else None)
+    for line in list_warnings(plan, settings):
         click.echo(f"warning: {line}", err=True)
     output = output or Path(name_output(path, mode, scheme))
     if partials := list_partials(output):
         names = ", ".join(map(str, partials))
         click.echo(f"warning: an earlier run left {names}; remove it, unless that run still goes on", err=True)
     with notice_signals(), show_progress(len(plan.rounded)) as advance:
-        report = convert(source, output, plan, Settings(mode, scheme, calibration), advance)
+        report = convert(source, output, plan, settings, advance)
     click.echo(format_report(report))
     click.echo(f'run it with: python generate.py --checkpoint "{output}"', err=True)
     if as_json:

@@ -19,6 +19,7 @@ from gptfast.errors import UserError
 from gptfast.files import read_json
 from gptfast.quantization import QuantizedWeight, WeightScheme, join_rows
 from gptfast.rounding import round_to_nearest
+from quantize.calibration import list_calibration_warnings
 from quantize.metadata import make_config, write_companions, write_json
 from quantize.names import get_hf_module, get_hf_name
 from quantize.packing import pack
@@ -37,12 +38,12 @@ class Settings:
     Attributes:
         mode: int8 and int4 round to nearest, with a search for the range of every group at 4 bits.
         scheme: of the layers that no rule is for.
-        calibration: a text for int4-gptq; None for the default one.
+        calibration_ids: (B, S) int64, the text that int4-gptq rounds by; None for the other modes.
     """
 
     mode: Mode
     scheme: WeightScheme
-    calibration: Path | None = None
+    calibration_ids: Tensor | None = None
 
 
 def refuse_compressed(checkpoint: Checkpoint) -> None:
@@ -56,6 +57,12 @@ def refuse_compressed(checkpoint: Checkpoint) -> None:
             )
 
 
+def list_warnings(plan: Plan, settings: Settings) -> list[str]:
+    """Those of the plan and of the calibration text, a line each."""
+    ids = settings.calibration_ids
+    return plan.list_warnings() + ([] if ids is None else list_calibration_warnings(ids))
+
+
 def convert(checkpoint: Checkpoint, output: Path, plan: Plan, settings: Settings, on_layer: OnLayer) -> Report:
     """Write the checkpoint as planned to the new directory `output`.
 
@@ -63,11 +70,16 @@ def convert(checkpoint: Checkpoint, output: Path, plan: Plan, settings: Settings
     shard that is being filled and at most twice what the largest tensor takes in 16 bits, also where the source's
     blocks have to be expanded to float32; with GPTQ what `iterate_gptq` names too.
 
-    `on_layer` is told the name of each matrix that is done. Raises UserError if `output` cannot be written or holds
-    anything, if the disk has no room, if a weight is not finite, or if the model cannot be described in Hugging Face's
-    words. Whatever is raised, `output` is then as it was.
+    `on_layer` is told the name of each matrix that is done. Raises UserError if the plan rounds nothing, if `output`
+    cannot be written or holds anything, if the disk has no room, if a weight is not finite, or if the model cannot be
+    described in Hugging Face's words. Whatever is raised, `output` is then as it was.
     """
     start = time.perf_counter()
+    if not plan.rounded:
+        raise UserError(
+            "nothing is left to round, every layer would stay dense; keep fewer layers, or give a --group-size that "
+            "divides their inputs"
+        )
     target = resolve_output(output)
     sizes = plan.compute_stored_bytes()
     check_disk_space(target, sum(sizes.values()))
@@ -95,7 +107,7 @@ def convert(checkpoint: Checkpoint, output: Path, plan: Plan, settings: Settings
         stored_bytes=sum(sizes.values()),
         stored_weights=sum(math.prod(tensor.shape) for tensor in plan.tensors),
         duration_s=time.perf_counter() - start,
-        warnings=tuple(plan.list_warnings()),
+        warnings=tuple(list_warnings(plan, settings)),
         layers=report_layers(plan, errors),
     )
 
@@ -164,15 +176,11 @@ def iterate_gptq_blocks(
     checkpoint: Checkpoint, plan: Plan, settings: Settings
 ) -> Iterator[tuple[str, QuantizedWeight]]:
     """Round the matrices of the blocks by what a calibration text puts into them; the head is not among them."""
-    from quantize.calibration import make_calibration_ids, read_calibration_text
     from quantize.gptq_model import iterate_gptq
 
-    tokenizer = checkpoint.load_tokenizer()
-    if tokenizer is None:
-        raise UserError(f"{checkpoint.path} has no tokenizer to read a calibration text with; use another mode")
-    token_ids = make_calibration_ids(tokenizer, read_calibration_text(settings.calibration))
+    assert settings.calibration_ids is not None
     schemes = {tensor.name: tensor.scheme for tensor in plan.rounded if tensor.name.startswith("layers.")}
-    return iterate_gptq(checkpoint, schemes.get, token_ids)
+    return iterate_gptq(checkpoint, schemes.get, settings.calibration_ids)
 
 
 def write_matrix(writer: ShardWriter, tensor: PlannedTensor, weight: QuantizedWeight) -> None:

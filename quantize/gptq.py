@@ -88,19 +88,27 @@ def factorize(hessian: Tensor, *, name: str = "the matrix") -> InputStatistics:
         moment, mean = torch.eye(len(moment), dtype=torch.float64), 1.0
         diagonal = moment.diagonal().clone()
     order = diagonal.argsort(descending=True, stable=True)
-    moment = moment[order][:, order]
+    moment = moment[order[:, None], order]
     damping = DAMPING
     while damping <= MAX_DAMPING:
         moment.diagonal().copy_(diagonal[order] + damping * mean)
-        lower, failed = torch.linalg.cholesky_ex(moment)
-        if not failed:
-            inverse = torch.cholesky_inverse(lower)
-            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-        if not failed:
+        upper = factorize_inverse(moment)
+        if upper is not None:
             damped = diagonal + damping * mean
             return InputStatistics(order, upper.float(), (damped / damped.mean()).float())
         damping *= 10
     raise UserError(f"the inputs of {name} depend on each other too much; give a longer --calibration text")
+
+
+def factorize_inverse(moment: Tensor) -> Tensor | None:
+    """The upper Cholesky factor (K, K) of the inverse of a moment (K, K) float64; None where there is none."""
+    lower, failed = torch.linalg.cholesky_ex(moment)
+    if failed:
+        return None
+    inverse = torch.cholesky_inverse(lower)
+    del lower  # else it would stand beside the factor
+    upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+    return None if failed else upper
 
 
 def compensate(

@@ -39,8 +39,8 @@ def iterate_gptq(checkpoint: Checkpoint, choose_scheme: ChooseScheme, token_ids:
         token_ids: (B, S) int64, the text.
 
     Yields canonical names with what became of the matrix. Memory holds the activations (B, S, E) and one block in
-    float32, the second moment of one layer's inputs and what `factorize` makes of it. Raises UserError as `factorize`
-    and `gptfast.rounding.round_to_nearest` do.
+    float32, and at most 40 K^2 bytes for the second moment of one layer's inputs and what `factorize` makes of it.
+    Raises UserError as `factorize` and `gptfast.rounding.round_to_nearest` do.
     """
     batches = embed(checkpoint, token_ids)
     for layer in range(checkpoint.config.n_layers):

@@ -125,8 +125,6 @@ def make_quantization_config(plan: Plan) -> dict[str, Any]:
         assert tensor.scheme is not None
         schemes[tensor.scheme].append(tensor)
     ignored = [get_hf_module(tensor.name) for tensor in plan.layers if tensor.scheme is None]
-    if plan.has_tied_head:
-        ignored.append("lm_head")
     groups = {
         f"group_{number}": make_config_group(
             scheme, ["Linear"] if len(schemes) == 1 else list_targets(tensors, plan.rounded)
@@ -190,5 +188,5 @@ def list_patterns(module: str) -> list[str]:
 
 def change_hf_config(raw: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """A Hugging Face `config.json` for the rounded model; a head that is rounded is not tied any more."""
-    changed = raw if plan.has_tied_head else raw | {"tie_word_embeddings": False}
+    changed = raw if plan.tied_head is not None else raw | {"tie_word_embeddings": False}
     return changed | {"quantization_config": make_quantization_config(plan)}

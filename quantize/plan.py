@@ -24,6 +24,9 @@ GROUP_SIZES = (128, 64, 32)
 STORED_DTYPES = {"F64": torch.float64} | DENSE_DTYPES
 KEPT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 KEPT_PRECISIONS = ("int8", *KEPT_DTYPES)
+HEAD_NOTE = (
+    "as transformers opens asymmetric files only where all layers are rounded alike; --keep lm_head=int8 rounds it"
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class PlannedTensor:
         shape: of the matrix or vector.
         scheme: how it is rounded; None if it stays dense.
         dtype: of a dense tensor.
-        note: why it is not stored as asked; None if it is.
+        note: why it is not stored as asked, or not rounded; None where nothing needs saying.
+        is_skipped: whether it stays dense though it was to be rounded.
     """
 
     name: str
@@ -63,16 +67,12 @@ class PlannedTensor:
     scheme: WeightScheme | None
     dtype: torch.dtype
     note: str | None = None
+    is_skipped: bool = False
 
     @property
     def is_layer(self) -> bool:
         """Whether it is the matrix of a linear layer."""
         return len(self.shape) == 2 and self.name != EMBEDDING
-
-    @property
-    def is_skipped(self) -> bool:
-        """Whether it stays dense though it was to be rounded."""
-        return self.scheme is None and self.note is not None
 
     @property
     def precision(self) -> str:
@@ -95,10 +95,12 @@ class Plan:
     Attributes:
         tensors: everything, in the order of the model.
         source_types: how the source stores the matrices that are rounded, and how many of them each way.
+        tied_head: the head that stays the embedding's matrix, so is none of the tensors; None if it has its own.
     """
 
     tensors: tuple[PlannedTensor, ...]
     source_types: Counter[str]
+    tied_head: PlannedTensor | None = None
 
     @property
     def dense(self) -> list[PlannedTensor]:
@@ -112,18 +114,14 @@ class Plan:
 
     @property
     def layers(self) -> list[PlannedTensor]:
-        """The matrices of linear layers, rounded or not."""
-        return [tensor for tensor in self.tensors if tensor.is_layer]
+        """The matrices of linear layers, rounded or not, a tied head among them."""
+        own = [tensor for tensor in self.tensors if tensor.is_layer]
+        return own if self.tied_head is None else [*own, self.tied_head]
 
     @property
     def skipped(self) -> list[PlannedTensor]:
         """The matrices that were to be rounded and cannot be."""
-        return [tensor for tensor in self.tensors if tensor.is_skipped]
-
-    @property
-    def has_tied_head(self) -> bool:
-        """Whether the head has no tensor of its own."""
-        return all(tensor.name != HEAD for tensor in self.tensors)
+        return [tensor for tensor in self.layers if tensor.is_skipped]
 
     def compute_stored_bytes(self) -> dict[str, int]:
         """The bytes of each tensor of the file; first what is dense, as it takes no time."""
@@ -196,17 +194,19 @@ def make_plan(checkpoint: Checkpoint, scheme: WeightScheme, rules: Sequence[Keep
     layers = [name for name, shape in shapes.items() if len(shape) == 2 and name != EMBEDDING]
     check_rules(rules, layers)
     tensors = []
+    tied_head = None
     source_types: Counter[str] = Counter()
     for name, shape in shapes.items():
         kind = checkpoint.describe_type(sources[name])
         dense = PlannedTensor(name, sources[name], shape, None, STORED_DTYPES.get(kind, torch.bfloat16))
         planned = plan_layer(dense, scheme, rules) if name in layers else dense
-        if name == HEAD and config.tie_word_embeddings and planned == dense:
+        if name == HEAD and config.tie_word_embeddings and planned.scheme is None and planned.dtype == dense.dtype:
+            tied_head = planned
             continue
         tensors.append(planned)
         if planned.scheme is not None:
             source_types[kind] += 1
-    return Plan(tuple(tensors), source_types)
+    return Plan(tuple(tensors), source_types, tied_head)
 
 
 def check_rules(rules: Sequence[KeepRule], layers: Sequence[str]) -> None:
@@ -225,7 +225,7 @@ def plan_layer(dense: PlannedTensor, scheme: WeightScheme, rules: Sequence[KeepR
     if matching and matching[-1].precision in KEPT_DTYPES:
         return replace(dense, dtype=KEPT_DTYPES[matching[-1].precision])
     if not matching and dense.name == HEAD and not scheme.symmetric:
-        return dense
+        return replace(dense, note=HEAD_NOTE)
     asked = WeightScheme(8, None, scheme.symmetric) if matching else scheme
     size, columns = asked.group_size, dense.shape[1]
     if size is None or columns % size == 0:
@@ -233,6 +233,6 @@ def plan_layer(dense: PlannedTensor, scheme: WeightScheme, rules: Sequence[KeepR
     smaller = next((group for group in GROUP_SIZES if group < size and columns % group == 0), None)
     if smaller is None:
         note = f"no group of {size} or fewer inputs, down to {GROUP_SIZES[-1]}, divides its {columns}"
-        return replace(dense, note=note)
+        return replace(dense, note=note, is_skipped=True)
     note = f"groups of {smaller}, as {size} does not divide its {columns} inputs"
     return replace(dense, scheme=replace(asked, group_size=smaller), note=note)

@@ -23,7 +23,7 @@ class LayerReport:
         shape: (out_features, in_features).
         precision: how it is stored, such as `int4 g32` or `bfloat16`.
         relative_error: the norm of what rounding changed over the norm of the matrix; 0 of a dense layer.
-        note: why it is not stored as asked; None if it is.
+        note: why it is not stored as asked, or not rounded; None where nothing needs saying.
         is_skipped: whether it stays dense though it was to be rounded.
     """
 

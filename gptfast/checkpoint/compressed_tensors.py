@@ -88,7 +88,9 @@ def parse_compression(raw: Mapping[str, Any], source: str) -> Compression | None
     _refuse_unsupported(fields)
     groups = fields.get_fields("config_groups")
     if groups is None:
-        raise fields.refuse("config_groups", "an object of groups")
+        if fields.raw.get("config_groups") is None:
+            raise fields.refuse("config_groups", "an object of groups")
+        return Compression({}, [])  # of no groups: every layer is stored dense
     schemes: dict[str, StoredScheme] = {}
     for name in groups.raw:
         group = groups.get_fields(name)

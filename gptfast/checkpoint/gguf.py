@@ -183,11 +183,13 @@ class GgufCheckpoint(Checkpoint):
 
     def _dequantize(self, blocks: QuantizedBlocks) -> Iterator[tuple[slice, Tensor]]:
         import gguf
+        import numpy as np
 
         kind = gguf.GGMLQuantizationType[blocks.type]
         for part in slice_rows(blocks.shape, EXPANDED_AT_ONCE):
             try:
-                values = gguf.dequantize(blocks.data[part].numpy(), kind)
+                with np.errstate(all="ignore"):  # what is damaged shows in the values, and `check_finite` names it
+                    values = gguf.dequantize(blocks.data[part].numpy(), kind)
             except NotImplementedError as error:
                 raise CheckpointError(
                     f"{self.path} stores weights as {blocks.type}, which the gguf package cannot dequantize; "

@@ -22,11 +22,11 @@ from gptfast.checkpoint import open_checkpoint
 from gptfast.checkpoint.compressed_matrix import unpack_words
 from gptfast.errors import CheckpointError, UserError
 from gptfast.loading import load_model
-from tests.reference.checkpoints import INDEX_NAME, edit_json
+from tests.reference.checkpoints import INDEX_NAME, edit_json, write_hf
 from tests.reference.compressed_checkpoints import weights_args, write_compressed
 from tests.reference.families import FAMILIES, random_tokens, random_weights
 from tests.reference.model import reference_logits
-from tests.reference.product import assert_refused, load_and_run
+from tests.reference.product import assert_holds, assert_refused, load_and_run
 
 CONFIG = FAMILIES["llama-8-2"]
 TIED = FAMILIES["llama-tied"]
@@ -246,6 +246,13 @@ def test_what_a_group_leaves_out_has_the_librarys_default(missing: str, source: 
     assert torch.equal(open_checkpoint(directory).read(QUERY), open_checkpoint(source).read(QUERY))
 
 
+def test_a_config_without_groups_is_that_of_dense_layers(tmp_path: Path) -> None:
+    weights = random_weights(CONFIG)
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}
+    write_hf(tmp_path, weights, CONFIG, overrides={"quantization_config": settings})
+    assert_holds(tmp_path, weights)
+
+
 @pytest.mark.parametrize("actorder", [None, "group"])
 def test_groups_of_consecutive_columns_are_in_order(actorder: str | None, source: Path, directory: Path) -> None:
     expected = open_checkpoint(source).read(QUERY)
@@ -289,7 +296,8 @@ def test_other_methods_are_refused_by_name(method: str | None, directory: Path) 
         ("moe_sparsity_config", {"method": "prune"}, "moe_sparsity_config"),
         ("sparsity_config", {"format": "sparse-24-bitmask"}, "sparse-24-bitmask"),
         ("transform_config", {"config_groups": {"R1": {"type": "hadamard"}}}, "transform_config"),
-        ("config_groups", {}, "config_groups"),
+        ("config_groups", None, "lacks config_groups"),
+        ("config_groups", [], "config_groups"),
         ("config_groups", {"W4A16": ["Linear"]}, "W4A16"),
         ("config_groups", {"group_0": {"targets": ["Linear"], "weights": None}}, "lacks weights"),
         ("ignore", "lm_head", "ignore"),
@@ -373,6 +381,11 @@ def test_zeros_of_a_symmetric_scheme_are_named(directory: Path) -> None:
 def test_a_quantized_module_that_no_group_targets_is_named(directory: Path) -> None:
     edit_quantization(directory, lambda settings: settings["ignore"].append(PREFIX))
     assert_refused(directory, PREFIX, "does not account for")
+
+
+def test_quantized_modules_of_a_config_without_groups_are_named(directory: Path) -> None:
+    edit_quantization(directory, lambda settings: settings["config_groups"].clear())
+    assert_refused(directory, "weight_packed", "does not account for")
 
 
 def test_a_dense_module_that_a_group_targets_is_named(directory: Path) -> None:

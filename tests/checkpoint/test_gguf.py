@@ -307,6 +307,21 @@ def test_a_quantized_tensor_of_the_wrong_shape_is_named(tmp_path: Path) -> None:
     assert_refused(tmp_path / "model.gguf", name, "[64, 96]")
 
 
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["Q5_0", "Q4_1", "Q6_K"])
+@pytest.mark.parametrize("byte", [0x7C, 0xFC])
+def test_damaged_blocks_are_refused_without_a_warning_of_numpys(
+    byte: int, kind: str, quantized: Any, tmp_path: Path
+) -> None:
+    name, path = "layers.0.feed_forward.w2.weight", quantized[kind][0]
+    content = bytearray(path.read_bytes())
+    stored = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == gguf_name(name))
+    content[stored.data_offset : stored.data_offset + stored.n_bytes] = bytes([byte]) * int(stored.n_bytes)
+    (tmp_path / "model.gguf").write_bytes(content)
+    assert_refused(tmp_path / "model.gguf", name, "NaN or infinite")
+
+
 @pytest.mark.parametrize("key", ["embedding_length", "block_count", "attention.head_count", "feed_forward_length"])
 def test_a_file_without_a_size_is_refused(key: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", WEIGHTS, CONFIG, without=[f"llama.{key}"])

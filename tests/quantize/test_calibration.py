@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from gptfast.errors import UserError
 from gptfast.evaluation.text import read_default_text
 from gptfast.tokenizer import Tokenizer, open_tokenizer
-from quantize.calibration import make_calibration_ids, read_calibration_text
+from quantize.calibration import list_calibration_warnings, make_calibration_ids, read_calibration_text
 from tests.reference.tokenizers import train_byte_level, train_sentencepiece, write_tokenizer
 
 
@@ -55,6 +56,12 @@ def test_a_short_text_gives_the_whole_sequences_that_it_has(tokenizer: Tokenizer
     ids = tokenizer.encode(text)
     assert make_calibration_ids(tokenizer, text).tolist() == [ids]
     assert make_calibration_ids(tokenizer, text, length=len(ids) // 2).flatten().tolist() == ids[: len(ids) // 2 * 2]
+
+
+def test_few_tokens_are_worth_a_warning_that_counts_them() -> None:
+    assert list_calibration_warnings(torch.zeros(8, 512, dtype=torch.int64)) == []
+    [warning] = list_calibration_warnings(torch.zeros(7, 512, dtype=torch.int64))
+    assert "gives 3584 of the 4096 tokens" in warning
 
 
 def test_a_text_without_tokens_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -131,6 +131,42 @@ def test_a_layer_that_no_group_divides_makes_the_exit_code_1_unless_allowed(
     assert "error" not in allowed.stderr
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--keep", "re:.*=bf16"),
+        ("--keep", "lm_head=bf16", "--allow-skip"),
+        ("--asymmetric", "--allow-skip"),
+    ],
+)
+def test_a_run_that_would_round_nothing_is_refused(
+    options: tuple[str, ...], quantizer: Quantizer, tmp_path: Path
+) -> None:
+    config = replace(FAMILIES["llama-8-2"], dim=80, head_dim=10, ffn_dim=72)
+    source = write_hf(tmp_path / "in", random_weights(config), config)
+    quantizer("--mode", "int4", "--checkpoint", source, *options).assert_refused("nothing is left to round")
+    assert [file.name for file in tmp_path.iterdir()] == ["in"]
+
+
+def test_the_report_says_why_the_head_of_an_asymmetric_file_is_dense(quantizer: Quantizer, model: Path) -> None:
+    outcome = quantizer("--mode", "int4", "--asymmetric", "--checkpoint", model)
+    assert outcome.exit_code == 0
+    [note] = [line for line in outcome.stdout.splitlines() if line.startswith("note")]
+    assert note.endswith(": lm_head")
+    assert "transformers" in note
+
+
+def test_gptq_warns_of_a_short_calibration_text(quantizer: Quantizer, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("hi")
+    outcome = quantizer(
+        "--mode", "int4-gptq", "--checkpoint", model, "--output", "out", "--calibration", "text", "--json"
+    )
+    assert outcome.exit_code == 0, outcome.stderr
+    [warning] = [line for line in outcome.stderr.splitlines() if line.startswith("warning: ")]
+    assert "longer --calibration" in warning
+    assert outcome.json["warnings"] == [warning.removeprefix("warning: ")]
+
+
 def test_an_output_that_is_already_there_is_not_touched(quantizer: Quantizer, model: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")

@@ -38,7 +38,8 @@ def run(source, output):
     scheme = WeightScheme(8, None) if mode == "int8" else WeightScheme(4, 32)
     checkpoint = open_checkpoint(Path(source))
     plan = make_plan(checkpoint, scheme, list_default_rules(scheme))
-    convert(checkpoint, Path(output), plan, Settings(mode, scheme), lambda name: None)
+    token_ids = torch.arange(256)[None] if mode == "int4-gptq" else None
+    convert(checkpoint, Path(output), plan, Settings(mode, scheme, token_ids), lambda name: None)
 
 torch.set_num_threads(1)
 small, source, output, shard_bytes, mode = sys.argv[1:]
@@ -92,11 +93,16 @@ def write_blocks(directory: Path, config: ModelConfig) -> Path:
 
 
 def measure(
-    tmp_path: Path, config: ModelConfig, shard_bytes: int, mode: str = "int4", write: WriteSource = write_model
+    tmp_path: Path,
+    config: ModelConfig,
+    shard_bytes: int,
+    mode: str = "int4",
+    write: WriteSource = write_model,
+    **environment: str,
 ) -> int:
     small = write(tmp_path / "small", FAMILIES["llama-tied"])
     source = write(tmp_path / "in", config)
-    outcome = run_process("-c", SCRIPT, small, source, tmp_path / "out", shard_bytes, mode)
+    outcome = run_process("-c", SCRIPT, small, source, tmp_path / "out", shard_bytes, mode, **environment)
     assert outcome.exit_code == 0, outcome.stderr
     above: int = outcome.json["above_imports_bytes"]
     return above
@@ -114,6 +120,18 @@ def test_blocks_that_have_to_be_expanded_take_no_more(mode: str, tmp_path: Path)
     config = replace(FAMILIES["llama-tied"], dim=512, head_dim=64, ffn_dim=1024, n_layers=2, vocab_size=32_768)
     largest_bytes, shard_bytes = 2 * config.vocab_size * config.dim, 10_000_000
     assert measure(tmp_path, config, shard_bytes, mode, write_blocks) < 2 * largest_bytes + shard_bytes
+
+
+def test_gptq_takes_one_block_and_the_statistics_of_one_layer_more(tmp_path: Path) -> None:
+    config = replace(FAMILIES["llama-tied"], dim=768, head_dim=96, ffn_dim=1536, n_layers=3, vocab_size=4096)
+    largest_bytes, shard_bytes = 2 * config.vocab_size * config.dim, 5_000_000
+    shapes = tensor_shapes(config)
+    block_bytes = 4 * sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers.0."))
+    statistics_bytes = 40 * config.ffn_dim**2
+    bound = 2 * largest_bytes + shard_bytes + block_bytes + statistics_bytes
+    # What is freed goes back to the system at once, as matrices of a real model's size do.
+    allocation = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+    assert measure(tmp_path, config, shard_bytes, "int4-gptq", **allocation) < bound
 
 
 @pytest.mark.slow

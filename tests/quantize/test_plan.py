@@ -46,11 +46,12 @@ def test_a_tied_head_gets_a_tensor_of_its_own_only_if_it_is_rounded(tmp_path: Pa
     plan = make_plan(checkpoint, INT4, list_default_rules(INT4))
     assert precisions(plan)["output.weight"] == "int8 channel"
     assert {tensor.name: tensor.source for tensor in plan.tensors}["output.weight"] == "tok_embeddings.weight"
-    assert not plan.has_tied_head
+    assert plan.tied_head is None
     asymmetric = WeightScheme(4, 32, symmetric=False)
     plan = make_plan(checkpoint, asymmetric, list_default_rules(asymmetric))
     assert "output.weight" not in precisions(plan)
-    assert plan.has_tied_head
+    assert plan.tied_head is not None
+    assert plan.tied_head.source == "tok_embeddings.weight"
 
 
 def test_the_last_rule_for_a_layer_counts(tmp_path: Path) -> None:
@@ -84,6 +85,23 @@ def test_a_matrix_that_no_group_divides_stays_dense_and_is_told(tmp_path: Path) 
     assert "divides its 72" in str(plan.skipped[0].note)
     [warning] = plan.list_warnings()
     assert warning.startswith("3 layers stay dense")
+
+
+@pytest.mark.parametrize("family", ["llama-8-2", "llama-tied"])
+def test_the_head_of_an_asymmetric_file_stays_dense_with_a_note_and_counts_as_asked(
+    family: str, tmp_path: Path
+) -> None:
+    plan = plan_hf(tmp_path, FAMILIES[family], WeightScheme(4, 32, symmetric=False))
+    head = plan.layers[-1]
+    assert (head.name, head.precision) == ("output.weight", "float32")
+    assert "transformers opens asymmetric files only" in str(head.note)
+    assert not plan.skipped
+
+
+def test_a_tied_head_that_no_group_divides_stays_tied_and_is_told(tmp_path: Path) -> None:
+    config = replace(FAMILIES["llama-tied"], dim=80)
+    plan = plan_hf(tmp_path, config, WeightScheme(8, 32))
+    assert plan.tied_head in plan.skipped
 
 
 def test_a_scale_per_channel_fits_any_matrix(tmp_path: Path) -> None:
