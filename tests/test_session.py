@@ -14,10 +14,12 @@ from gptfast import session as session_module
 from gptfast.cache import CACHE_VARIABLE
 from gptfast.checkpoint import presets
 from gptfast.errors import CheckpointError, UserError
-from gptfast.generation import generate
-from gptfast.session import DTYPES, choose_device, choose_dtype, load
+from gptfast.generation import generate, stream
+from gptfast.runner import INITIAL_CAPACITY, Runner
+from gptfast.session import DTYPES, Session, choose_device, choose_dtype, load
 from tests.reference.sessions import (
     CONTEXT,
+    random_prompt,
     run_process,
     tiny_config,
     write_tiny_model,
@@ -142,6 +144,101 @@ def test_rounding_activations_without_quantized_weights_is_said_to_do_nothing(
 ) -> None:
     assert load(directory, activations="int8").activations == "fp32"
     assert "quantized weights only" in caplog.text
+
+
+# With a draft
+
+
+@pytest.mark.parametrize("is_behind_ngram", [False, True])
+def test_a_draft_may_be_a_path_or_its_text(is_behind_ngram: bool, directory: Path) -> None:
+    """Behind `ngram,` a path is text in any case."""
+    draft = f"ngram,{directory}" if is_behind_ngram else directory
+    session = load(directory, dtype="float32", draft=draft, speculate_k=3)
+    assert session.speculator is not None
+    assert [lane.name for lane in session.speculator.lanes] == str(draft).split(",")
+    result = generate(session, random_prompt(20), max_new_tokens=20)[0]
+    assert (
+        result.token_ids
+        == generate(load(directory, dtype="float32"), random_prompt(20), max_new_tokens=20)[0].token_ids
+    )
+    assert session.speculator.rounds > 0
+
+
+def test_a_draft_that_is_no_path_is_refused_as_text_is(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"draft .*nowhere does not exist; give ngram"):
+        load(tmp_path, dtype="float32", draft=tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("k", ["auto", "3", 2.5, 0, 16])
+def test_a_k_that_is_no_number_of_tokens_in_range_is_refused(k: object, directory: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        load(directory, dtype="float32", draft="ngram", speculate_k=k)  # type: ignore[arg-type]
+    assert str(refused.value) == f"{k!r} tokens cannot be speculated at once; use 1 to 15, or None for auto"
+
+
+def test_a_draft_s_settings_are_refused_before_the_checkpoint_is_opened(tmp_path: Path) -> None:
+    for settings, words in (
+        ({"draft": "ngram", "batch_size": 2}, "one text at a time"),
+        ({"draft": "bogus"}, "draft bogus does not exist"),
+        ({"speculate_k": 3}, "nothing proposes them"),
+    ):
+        with pytest.raises(UserError, match=words):
+            load(tmp_path / "nothing.gguf", dtype="float32", **settings)  # type: ignore[arg-type]
+
+
+def get_draft(session: Session) -> Runner:
+    assert session.speculator is not None
+    [draft] = session.speculator.list_runners()
+    return draft
+
+
+def test_both_caches_have_room_before_the_first_token(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INITIAL_CAPACITY, "cpu", 64)
+    session = load(directory, dtype="float32", draft=directory)
+    draft = get_draft(session)
+    assert session.runner.capacity == draft.capacity == 64
+    stream(session, random_prompt(50), max_new_tokens=150)
+    assert session.runner.capacity == draft.capacity == 200
+    assert draft.model.list_caches()[0] is not session.runner.model.list_caches()[0]
+
+
+def test_a_draft_of_a_shorter_context_has_room_for_that(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(INITIAL_CAPACITY, "cpu", 64)
+    session = load(directory, dtype="float32", draft=write_tiny_model(tmp_path / "short", context=96))
+    session.reserve(200)
+    assert (session.runner.capacity, get_draft(session).capacity) == (200, 96)
+
+
+def test_compiling_counts_the_steps_of_a_draft(directory: Path) -> None:
+    session = load(directory, dtype="float32", draft="layers:1", compile=True)
+    target, draft = session.runner, get_draft(session)
+    assert session.list_runners() == [target, draft]
+    assert (session.compile_s, session.compile_kind) == (0, "cached")
+    draft.warm_up(1)
+    assert session.compile_s == draft.compile_statistics.seconds > 0
+    target.warm_up(1)
+    assert session.compile_s == target.compile_statistics.seconds + draft.compile_statistics.seconds
+    assert target.compile_statistics.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "expected"),
+    [("cold", "cached", "cold"), ("cached", "cold", "cold"), ("cached", "cached", "cached")],
+)
+def test_one_cold_step_makes_a_start_cold(target: str, draft: str, expected: str, directory: Path) -> None:
+    session = load(directory, dtype="float32", draft="layers:1", compile=True)
+    for runner, kind in ((session.runner, target), (get_draft(session), draft)):
+        statistics = runner.compile_statistics
+        statistics.compiled, statistics.loaded = (1, 2) if kind == "cold" else (0, 3)
+    assert session.compile_kind == expected
+
+
+def test_nothing_is_compiled_of_an_eager_target_or_its_draft(directory: Path) -> None:
+    session = load(directory, dtype="float32", draft="layers:1")
+    session.warm_up(20)
+    assert (session.compile_s, session.compile_kind) == (0, "none")
 
 
 # What is refused

@@ -11,19 +11,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from gptfast.cache import CACHE_VARIABLE
 from gptfast.chat import Message
 from gptfast.compilation import count_traced_graphs
 from gptfast.config import SamplingConfig
 from gptfast.download import peek_default_model
-from gptfast.generation import GenerationResult, generate, stream
+from gptfast.exactness import Divergence, find_divergence
+from gptfast.generation import GenerationResult, Prompt, Stream, generate, stream
 from gptfast.runner import ANY_SIZE
 from gptfast.session import Session, load
 from gptfast.speculation import speculator as speculator_module
 from gptfast.speculation.controller import SpeculationController
 from gptfast.speculation.draft import DraftModel
-from gptfast.speculation.speculator import Speculator
+from gptfast.speculation.speculator import Lane, Speculator
 from tests.reference.clock import FakeClock
 from tests.reference.sessions import (
     PROMPT,
@@ -283,18 +285,149 @@ def test_nothing_is_compiled_after_the_warm_up_whatever_k_is(draft: str, directo
         assert sizes == [ANY_SIZE]
 
 
+class RestingController(SpeculationController):
+    """Asks for 3 tokens in every round, but rests for 40 steps from the fourth on."""
+
+    def __init__(self) -> None:
+        super().__init__(max_k=3, fixed_k=3)
+        self._steps = 0
+
+    def choose_k(self) -> int:
+        self._steps += 1
+        return 0 if 4 <= self._steps < 44 else 3
+
+
 @tiny
-def test_a_draft_that_rested_catches_up_without_compiling(directory: Path) -> None:
-    """Many tokens were decoded without it, more than the prompt that the warm-up was for."""
+@pytest.mark.parametrize("length", [20, 129, 200, 256, 300])
+def test_no_step_is_compiled_in_the_middle_of_a_text_though_a_draft_rests_and_returns(
+    length: int, directory: Path
+) -> None:
+    """What it missed may take a smaller prefill step than the prompt, or more of them."""
     session = open_draft(directory, ITSELF, compile=True)
-    assert session.speculator is not None
-    session.warm_up(20)
-    [draft] = session.speculator.list_runners()
-    before = count_traced_graphs(), vars(draft.compile_statistics).copy()
-    proposer = DraftModel(draft, tiny_config().vocab_size)
-    proposer.begin(random_prompt(20))
-    proposer.propose(random_prompt(300), 2, lambda logits, drafted: logits.argmax(-1))
-    assert (count_traced_graphs(), vars(draft.compile_statistics)) == before
+    runners = session.list_runners()
+    proposer = DraftModel(runners[1], tiny_config().vocab_size)
+    lane = Lane("draft", proposer, RestingController())
+    session = replace(session, speculator=Speculator(session.runner, [lane]))
+    reply = stream(session, random_prompt(length), max_new_tokens=80)
+    before = count_traced_graphs(), [vars(runner.compile_statistics).copy() for runner in runners]
+    assert before[1][1]["seconds"] > 0
+    list(reply)
+    statistics = lane.controller.statistics
+    assert statistics.plain_steps >= 40
+    assert statistics.rounds > 3
+    assert statistics.accepted == statistics.proposed
+    # It may also have missed more than the prompt's length.
+    proposer.propose(random_prompt(length + 300, seed=1), 2, lambda logits, drafted: logits.argmax(-1))
+    assert (count_traced_graphs(), [vars(runner.compile_statistics) for runner in runners]) == before
+
+
+# Where two texts differ
+
+
+def finish(session: Session, prompt: Prompt, max_new_tokens: int, **settings: Any) -> Stream:
+    """A stream at its end."""
+    ended = Stream(session, prompt, max_new_tokens=max_new_tokens, **settings)
+    list(ended)
+    return ended
+
+
+@tiny
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_equal_texts_have_no_divergence(sampling: str, open_session: Callable[[str], Session]) -> None:
+    session = with_k(open_session("layers:1"), 3)
+    speculated = finish(session, PROMPT, 30, sampling=SAMPLINGS[sampling])
+    plain = Stream(session, PROMPT, max_new_tokens=30, sampling=SAMPLINGS[sampling], speculates=False)
+    assert find_divergence(session, speculated, plain) is None
+    assert plain.result.token_ids == speculated.result.token_ids
+    # The other one did not speculate.
+    assert plain.result.decode_steps == 29 > speculated.result.decode_steps
+
+
+def spoil_round(session: Session, number: int, patch: pytest.MonkeyPatch) -> list[int]:
+    """Have the target choose other tokens from the round of that number on, from 0; where each such round begins."""
+    verify = session.runner.verify
+    rounds = 0
+    spoiled_positions: list[int] = []
+
+    def spoiled(tokens: Tensor, position: int) -> Tensor:
+        nonlocal rounds
+        logits = verify(tokens, position)
+        rounds += 1
+        if rounds <= number:
+            return logits
+        spoiled_positions.append(position + 1)
+        return 100 * logits.roll(1, dims=-1)
+
+    patch.setattr(session.runner, "verify", spoiled)
+    return spoiled_positions
+
+
+def record_margins(session: Session, patch: pytest.MonkeyPatch) -> list[float]:
+    """How far the two largest logits of every plain step from now on are apart."""
+    decode = session.runner.decode
+    margins: list[float] = []
+
+    def recorded(tokens: Tensor, position: int) -> Tensor:
+        logits = decode(tokens, position)
+        first, second = logits[0].sort(descending=True).values[:2].tolist()
+        margins.append(first - second)
+        return logits
+
+    patch.setattr(session.runner, "decode", recorded)
+    return margins
+
+
+@tiny
+@pytest.mark.parametrize("settings", [{}, {"weights": "int4", "kv_dtype": "bf16"}], ids=["fp32", "int4"])
+@pytest.mark.parametrize("number", [0, 2, 5])
+def test_the_first_token_that_differs_is_named_with_the_margin_of_its_plain_step(
+    number: int, settings: dict[str, str], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = open_draft(directory, ITSELF, speculate_k=3, **settings)
+    with monkeypatch.context() as patch:
+        positions = spoil_round(session, number, patch)
+        speculated = finish(session, PROMPT, 40, sampling=SAMPLINGS["sampled"])
+    plain = Stream(session, PROMPT, max_new_tokens=40, sampling=SAMPLINGS["sampled"], speculates=False)
+    margins = record_margins(session, monkeypatch)
+    found = find_divergence(session, speculated, plain)
+    index = positions[0] - len(plain.prompt_ids)
+    ours, theirs = speculated.result.token_ids, plain.result.token_ids
+    assert ours[:index] == theirs[:index]
+    assert index > number
+    assert found == Divergence(index, ours[index], theirs[index], margins[index - 1])
+    assert ours[index] != theirs[index]
+    assert found.top_2_margin > 0
+
+
+@tiny
+@pytest.mark.parametrize(("ours", "theirs"), [(7, 10), (10, 7), (0, 3)])
+def test_a_text_that_ends_earlier_than_the_other_differs_where_it_ends(
+    ours: int, theirs: int, eager: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculated = finish(eager, PROMPT, ours)
+    ids = ids_of(eager, PROMPT, 10)
+    margins = record_margins(eager, monkeypatch)
+    found = find_divergence(eager, speculated, Stream(eager, PROMPT, max_new_tokens=theirs, speculates=False))
+    index = min(ours, theirs)
+    assert found is not None
+    assert (found.index, found.speculated, found.plain) == (
+        index,
+        ids[index] if ours > theirs else None,
+        ids[index] if theirs > ours else None,
+    )
+    assert margins[-1] == found.top_2_margin if index else found.top_2_margin > 0
+
+
+@tiny
+def test_a_text_after_the_comparison_is_as_any_other(directory: Path, eager: Session) -> None:
+    """Also one that would go on from the cache, which was written to by hand."""
+    session = open_draft(directory, ITSELF, speculate_k=3)
+    speculated = finish(session, PROMPT, 12)
+    plain = Stream(session, PROMPT, max_new_tokens=20, speculates=False)
+    assert find_divergence(session, speculated, plain) is not None
+    prompt = [*plain.prompt_ids, *plain.result.token_ids, 7, 8, 9]
+    following = finish(session, prompt, 30, reuse_cache=True)
+    assert following.result.token_ids == ids_of(eager, prompt, 30)
 
 
 # The default model

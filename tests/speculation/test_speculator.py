@@ -337,3 +337,51 @@ def test_only_proposers_that_will_be_asked_read_the_prompt() -> None:
     assert extend(Speculator(target, lanes), target, 9, make_sampler()) == TRUTH[:9]
     assert asked.begun == [PROMPT]
     assert (resting.begun, resting.asked) == ([], [])
+
+
+# What a proposer has yet to read
+
+
+def get_lags(speculator: Speculator) -> list[int]:
+    """Tokens that were decoded without each lane, as it knows of them."""
+    return [lane.controller._costs.lag for lane in speculator.lanes]
+
+
+def test_a_later_proposer_knows_how_many_tokens_went_by_in_the_rounds_of_the_first() -> None:
+    right, resting = KnowingProposer(), KnowingProposer()
+    speculator, target = make_speculator(right, resting, k=3)
+    target.prefill(PROMPT[:-1])
+    speculator.begin(PROMPT)
+    text, sampler = list(PROMPT), make_sampler()
+    for done in (4, 8, 12):
+        text += speculator.advance(text, sampler, COUNT)
+        assert text == [*PROMPT, *TRUTH[:done]]
+        assert get_lags(speculator) == [0, done]
+    assert resting.asked == []
+
+
+def test_a_lag_ends_with_the_round_that_reads_it() -> None:
+    """The first proposer has ideas for 8 tokens only, and a plain step follows each of which no one has one."""
+    first, second = KnowingProposer(truth=TRUTH[:8]), KnowingProposer(truth=TRUTH[:14])
+    speculator, target = make_speculator(first, second, k=3)
+    target.prefill(PROMPT[:-1])
+    speculator.begin(PROMPT)
+    text, sampler, lags = list(PROMPT), make_sampler(), []
+    while len(text) < len(PROMPT) + 17:
+        added = speculator.advance(text, sampler, len(PROMPT) + 17 - len(text))
+        text += added
+        lags.append((len(added), *get_lags(speculator)))
+    assert text == [*PROMPT, *TRUTH[:17]]
+    assert lags == [(4, 0, 4), (4, 0, 8), (4, 4, 0), (3, 7, 0), (1, 8, 1), (1, 9, 2)]
+
+
+def test_a_proposer_that_does_not_read_the_prompt_has_all_of_it_before_it() -> None:
+    first, resting = KnowingProposer(), KnowingProposer()
+    lanes = [
+        Lane("first", first, SpeculationController(max_k=2, fixed_k=2)),
+        Lane("resting", resting, SpeculationController(max_k=2, fixed_k=0)),
+    ]
+    target = make_runner()
+    speculator = Speculator(target, lanes)
+    assert extend(speculator, target, 9, make_sampler()) == TRUTH[:9]
+    assert get_lags(speculator) == [0, len(PROMPT) + 9]
