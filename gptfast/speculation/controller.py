@@ -34,6 +34,8 @@ RETURN_ROUNDS = 2  # the same after a rest, if the credit bears them
 ROUNDS_PER_PLAIN_STEP = 100  # while speculating, to know what it is compared with
 FRESH_PLAIN_ROUNDS = 4  # for which a plain step's time is good enough to give up by
 SHORTEST_WAIT, LONGEST_WAIT = 16, 128  # plain steps between tries
+HOPELESS_WAIT = 512  # instead of the longest, while what was tried has cost more than it won
+WIN_BACK_STEPS = 128  # within which what a try may lose must be won back, if every token were accepted
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,8 @@ class SpeculationController:
 
     def _rest(self) -> None:
         self._is_speculating = False
-        self._wait = SHORTEST_WAIT if self._won > 0 else min(2 * self._wait, LONGEST_WAIT)
+        longest = LONGEST_WAIT if self._won_in_all > 0 else HOPELESS_WAIT
+        self._wait = SHORTEST_WAIT if self._won > 0 else min(2 * self._wait, longest)
         self._steps_to_try = self._wait
 
     def _learn_anew(self) -> None:
@@ -257,7 +260,7 @@ class SpeculationController:
         if self._costs.catch_up and max(self._credit, RETURN_SHARE * self._won_in_all) < lost:
             return False
         least = min(self._costs.estimate_round_steps(k) / (k + 1) for k in range(1, self._max_k + 1))
-        return lost < (1 - least) * LONGEST_WAIT
+        return lost < (1 - least) * WIN_BACK_STEPS
 
     def _estimate_return_steps(self) -> float:
         return self._costs.estimate_round_steps(1) - 1 + self._costs.estimate_catch_up_steps()
