@@ -48,6 +48,15 @@ class CompilationError(RuntimeError):
     """A step that this machine cannot compile; it can still run eagerly."""
 
 
+@dataclass
+class CompileStatistics:
+    """What compiling took: seconds in all, how many steps were compiled and how many came from the cache."""
+
+    seconds: float = 0.0
+    compiled: int = 0
+    loaded: int = 0
+
+
 @dataclass(frozen=True)
 class CompiledStep:
     """A step ready to call, what it took to get it, and whether it came from the cache."""
@@ -112,6 +121,15 @@ def compile_for_cuda(function: Step, model: Transformer, inputs: dict[str, Tenso
 
     step(model, *inputs.values())
     return step
+
+
+def compile_for_recording(function: Callable[..., None]) -> Callable[..., None]:
+    """Compile a step that is recorded by us as a CUDA graph, when it is first called; nothing of it is dynamic."""
+    use_persistent_kernel_cache()
+    compiled: Callable[..., None] = torch.compile(
+        function, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs"
+    )
+    return compiled
 
 
 def compile_ahead_of_time(

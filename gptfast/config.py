@@ -74,6 +74,17 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class SamplingKind:
+    """What sampling consists of, without its values: the part that the code of a step depends on."""
+
+    is_greedy: bool
+    has_top_k: bool
+    has_top_p: bool
+    has_min_p: bool
+    has_penalty: bool
+
+
+@dataclass(frozen=True)
 class SamplingConfig:
     """How the next token is chosen from the logits.
 
@@ -101,6 +112,23 @@ class SamplingConfig:
             raise UserError(f"repetition penalty is {self.repetition_penalty}; it must be positive, 1 for none")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed is {self.seed}; it must lie between 0 and 2**63 - 1")
+
+    @property
+    def kind(self) -> SamplingKind:
+        """Which of the settings have an effect."""
+        is_greedy = self.temperature == 0
+        return SamplingKind(
+            is_greedy=is_greedy,
+            has_top_k=not is_greedy and self.top_k not in (None, 0, -1),
+            has_top_p=not is_greedy and self.top_p < 1,
+            has_min_p=not is_greedy and self.min_p > 0,
+            has_penalty=self.repetition_penalty != 1,
+        )
+
+    @property
+    def log_min_p(self) -> float:
+        """The natural logarithm of `min_p`; minus infinity for 0."""
+        return math.log(self.min_p) if self.min_p else -math.inf
 
 
 @dataclass(frozen=True)

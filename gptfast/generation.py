@@ -110,7 +110,7 @@ class Stream:
             raise UserError("several samples at once cannot go on from each other's cache; reuse it with batch size 1")
         session.reserve(len(self.prompt_ids) + self._max_new_tokens)
         self._encode_s = time.perf_counter() - start
-        session.warm_up(len(self.prompt_ids))
+        session.warm_up(len(self.prompt_ids), self._sampling)
         self._reuses_cache = reuse_cache
         self._reused_tokens = self._decode_steps = self._count = 0
         self._ttft_s = self._prefill_s = self._decode_s = 0.0
@@ -186,14 +186,13 @@ class Stream:
 
     def _decode(self, sampler: Sampler, tokens: Tensor) -> Iterator[list[list[int]]]:
         """What every row gets in each turn, first its first token and then one of each step."""
-        position = len(self.prompt_ids)
-        while True:
-            values = tokens.tolist()
-            yield [[value] for value in values]
-            logits = self._session.runner.decode(tokens, position)
+        values = tokens.tolist()
+        yield [[value] for value in values]
+        steps = self._session.runner.extend(sampler, tokens, len(self.prompt_ids), self._max_new_tokens - 1)
+        for following in steps:
             self._session.cached_ids.append(values[0])
-            position += 1
-            tokens = sampler.choose(logits, position)
+            values = following
+            yield [[value] for value in values]
 
     def _speculate(self, sampler: Sampler, tokens: Tensor, speculator: Speculator) -> Iterator[list[list[int]]]:
         """The same for a single row, of which a step adds one or several."""

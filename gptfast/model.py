@@ -94,13 +94,14 @@ class Transformer(nn.Module):
             sizes["tok_embeddings.weight"] //= self.config.vocab_size
         return sum(sizes.values())
 
-    def forward(self, tokens: Tensor, input_pos: Tensor, kv_pos: Tensor, rows: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, input_pos: Tensor, kv_pos: Tensor | None, rows: Tensor | None = None) -> Tensor:
         """Compute logits and write the tokens' keys and values into the cache.
 
         Args:
             tokens: (B, S) int64. With B = 1 and a larger cache, every row of the cache is filled alike.
             input_pos: (S,) int64, the tokens' positions, which are also the cache slots they are written to.
-            kv_pos: (N,) int64, the slots 0 to N-1 to attend over; a token never sees a slot after its own.
+            kv_pos: (N,) int64, the slots 0 to N-1 to attend over; a token never sees a slot after its own. The
+                attention kernel does not need it.
             rows: (R,) int64, which of the S tokens logits are wanted for; all of them if None.
 
         Returns:
@@ -114,6 +115,7 @@ class Transformer(nn.Module):
         cos, sin = self.rope_cos[input_pos, None], self.rope_sin[input_pos, None]
         mask = None
         if not self.uses_attention_kernel:
+            assert kv_pos is not None
             mask = build_attention_mask(input_pos, kv_pos, self.sliding_window, x.dtype)
             mask = mask.repeat(self.queries_per_kv_head, 1)
         for layer in self.layers:

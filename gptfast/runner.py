@@ -8,17 +8,20 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gptfast.compilation import CompilationError, Step, compile_step
+from gptfast.compilation import CompilationError, CompileStatistics, Step, compile_for_recording, compile_step
+from gptfast.config import SamplingConfig
 from gptfast.decode import decode_one_token, prefill, verify
 from gptfast.errors import PromptError
+from gptfast.graphs import GraphBackend
 from gptfast.memory import get_available_memory
 from gptfast.model import Transformer
+from gptfast.replay import RecordedSteps
+from gptfast.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -34,19 +37,12 @@ rows than for one, and each twice that for twice as many from about 8 on."""
 INITIAL_CAPACITY = {"cpu": 2048, "cuda": 8192}
 """Tokens: what the cache holds before it has to grow; growing costs a copy, and on CUDA new graphs."""
 
+GREEDY = SamplingConfig()
+
 ANY_SIZE = 0
 """Instead of a number of tokens: any from 2 to `MOST_VERIFIED`."""
 
 CompileKind = Literal["cold", "cached", "none"]
-
-
-@dataclass
-class CompileStatistics:
-    """What compiling took: seconds in all, how many steps were compiled and how many came from the cache."""
-
-    seconds: float = 0.0
-    compiled: int = 0
-    loaded: int = 0
 
 
 class Runner:
@@ -55,6 +51,9 @@ class Runner:
     The cache holds keys and values in `kv_dtype`, by default the model's. `compile` asks for compiled steps; `warm_up`
     makes them, and what was not warmed up is made when first needed. Where the machine cannot compile, a line in the
     log says so and the steps run eagerly.
+
+    With `graphs` the steps that decode are recorded there and replayed, compiled or not, for a model that attends by
+    its kernel; prompts are read by steps that are not recorded.
     """
 
     def __init__(
@@ -64,6 +63,7 @@ class Runner:
         batch_size: int = 1,
         compile: bool = False,
         kv_dtype: torch.dtype | None = None,
+        graphs: GraphBackend | None = None,
     ) -> None:
         self.model = model
         self.kv_dtype = kv_dtype or model.dtype
@@ -75,7 +75,12 @@ class Runner:
         self.device = model.device
         self._steps: dict[tuple[Step, int], Step] = {}
         self._separate_step: Step | None = None
+        self._separates_kernels = False
         self._capacity = 0
+        prepare = compile_for_recording if compile else lambda step: step
+        self._recorded: RecordedSteps | None = None
+        if graphs is not None:
+            self._recorded = RecordedSteps(model, batch_size, graphs, prepare, self.compile_statistics)
         self._input_pos = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.reserve(min(INITIAL_CAPACITY[self.device.type], self.context))
 
@@ -90,6 +95,11 @@ class Runner:
         if not self.is_compiled:
             return "none"
         return "cold" if self.compile_statistics.compiled else "cached"
+
+    @property
+    def replayed_steps(self) -> int:
+        """How many decode steps were replays of recorded ones."""
+        return 0 if self._recorded is None else self._recorded.replayed
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -117,6 +127,8 @@ class Runner:
                 buffer[:, :, : self._capacity] = earlier[name][:, :, : self._capacity]
         self._positions = torch.arange(slots, device=self.device)
         self._capacity = capacity
+        if self._recorded is not None:
+            self._recorded.forget(last_pos=slots - 1)
 
     def _check_memory(self, slots: int) -> None:
         needed = self.batch_size * slots * self.kv_bytes_per_token
@@ -127,14 +139,21 @@ class Runner:
                 f"and {free / 1e9:.1f} GB are free on {self.device.type}; shorten the text or use a smaller batch"
             )
 
-    def warm_up(self, prompt_tokens: int | None = None, *, verifies: bool = False) -> None:
+    @torch.no_grad()
+    def warm_up(
+        self, prompt_tokens: int | None = None, *, sampling: SamplingConfig = GREEDY, verifies: bool = False
+    ) -> None:
         """Compile the steps that generating from a prompt of that length needs, or from any prompt if None.
 
-        `verifies` includes the one that `verify` needs; on CUDA each size is compiled when it is first needed.
+        `sampling` is how tokens will be chosen, which is a part of recorded steps. `verifies` includes the one that
+        `verify` needs; on CUDA each size is compiled when it is first needed.
         """
         sizes = PREFILL_CHUNKS if prompt_tokens is None else plan_chunks(prompt_tokens)
         for size in sorted(set(sizes), reverse=True):
             self._get_step(prefill, size)
+        if self._recorded is not None:
+            self._recorded.get_extender(sampling.kind)
+            return
         self._get_step(decode_one_token, 1)
         if verifies and self.device.type == "cpu":
             self._get_step(verify, ANY_SIZE)
@@ -163,9 +182,25 @@ class Runner:
     def decode(self, tokens: Tensor, position: int) -> Tensor:
         """Extend every row by its token (B,) int64 at `position`; (B, V) float32 logits of the next."""
         self.reserve(position + 1)
+        if self._recorded is not None and not self._separates_kernels:
+            return self._recorded.read(tokens[:, None], position)[:, 0].clone()
         self._input_pos.fill_(position)
         kv_pos = self._get_kv_pos(position + 1)
         return self._get_step(decode_one_token, 1)(self.model, tokens[:, None].contiguous(), self._input_pos, kv_pos)
+
+    @torch.no_grad()
+    def extend(self, sampler: Sampler, tokens: Tensor, position: int, count: int) -> Iterator[list[int]]:
+        """The `count` next tokens of every row after its token (B,) int64 at `position`, one of each row at a time.
+
+        `sampler` chooses them. Where steps are recorded the device may be one token ahead.
+        """
+        if self._recorded is not None:
+            self.reserve(position + count)
+            yield from self._recorded.extend(sampler, tokens, position, count)
+            return
+        for place in range(position + 1, position + 1 + count):
+            tokens = sampler.choose(self.decode(tokens, place - 1), place)
+            yield tokens.tolist()
 
     @torch.no_grad()
     def verify(self, tokens: Tensor, position: int) -> Tensor:
@@ -178,6 +213,8 @@ class Runner:
         size = tokens.shape[0]
         assert 2 <= size <= MOST_VERIFIED
         self.reserve(position + size)
+        if self._recorded is not None:
+            return self._recorded.read(tokens[None], position)[0].clone()
         input_pos = self._positions[position : position + size].clone()
         step = self._get_step(verify, size if self.device.type == "cuda" else ANY_SIZE)
         return step(self.model, tokens[None], input_pos, self._get_kv_pos(position + size))[0]
@@ -186,13 +223,17 @@ class Runner:
     def separate_kernels(self) -> Iterator[None]:
         """Within, `decode` executes a slower step whose kernels can be timed one by one; see `compile_step`."""
         key = (decode_one_token, 1)
-        usual = self._get_step(*key)
+        usual = self._steps.get(key)
         if self.is_compiled:
             self._steps[key] = self._separate_step = self._separate_step or self._make_separate_step()
+        self._separates_kernels = True
         try:
             yield
         finally:
-            self._steps[key] = usual
+            self._separates_kernels = False
+            del self._steps[key]
+            if usual is not None:
+                self._steps[key] = usual
 
     @torch.no_grad()
     def _make_separate_step(self) -> Step:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from gptfast.config import SamplingConfig
+from gptfast.config import SamplingConfig, SamplingKind
 
 GOLDEN_GAMMA = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed 64-bit integer
 
@@ -35,8 +35,40 @@ def on_one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+class SamplingTensors:
+    """The values of a `SamplingConfig` on a device, each a tensor of no dimension: a recorded step reads them there.
+
+    `load` changes the values; of `kind` is the code that reads them.
+    """
+
+    def __init__(self, kind: SamplingKind, device: torch.device | str) -> None:
+        self.kind = kind
+        self.temperature = torch.ones((), device=device)
+        self.top_k = torch.zeros((), dtype=torch.int64, device=device)
+        self.top_p = torch.ones((), device=device)
+        self.log_min_p = torch.zeros((), device=device)
+        self.repetition_penalty = torch.ones((), device=device)
+        self.seed = torch.zeros((), dtype=torch.int64, device=device)
+
+    def load(self, sampling: SamplingConfig) -> None:
+        """Take the values of a configuration of this kind."""
+        assert sampling.kind == self.kind
+        self.temperature.fill_(sampling.temperature)
+        self.top_k.fill_(sampling.top_k or 0)
+        self.top_p.fill_(sampling.top_p)
+        self.log_min_p.fill_(sampling.log_min_p)
+        self.repetition_penalty.fill_(sampling.repetition_penalty)
+        self.seed.fill_(sampling.seed)
+
+
 class Sampler:
-    """Chooses the tokens of texts that grow together, and remembers what the repetition penalty needs."""
+    """Chooses the tokens of texts that grow together, and remembers what the repetition penalty needs.
+
+    Attributes:
+        sampling: how they are chosen.
+        rows: (B,) int64, which sample each text is.
+        seen: (B, V) bool, the tokens of each so far; None without a penalty.
+    """
 
     def __init__(
         self,
@@ -47,16 +79,16 @@ class Sampler:
         sample_ids: Sequence[int] = (0,),
         device: torch.device | str = "cpu",
     ) -> None:
-        self._sampling = sampling
-        self._rows = torch.tensor(sample_ids, device=device)
-        self._seen: Tensor | None = None
-        if sampling.repetition_penalty != 1:
-            self._seen = torch.zeros(len(sample_ids), vocab_size, dtype=torch.bool, device=device)
-            self._seen[:, torch.tensor(prompt_ids, device=device)] = True
+        self.sampling = sampling
+        self.rows = torch.tensor(sample_ids, device=device)
+        self.seen: Tensor | None = None
+        if sampling.kind.has_penalty:
+            self.seen = torch.zeros(len(sample_ids), vocab_size, dtype=torch.bool, device=device)
+            self.seen[:, torch.tensor(prompt_ids, device=device)] = True
 
     def choose(self, logits: Tensor, position: int) -> Tensor:
         """The next token of every text, (B,) int64 for `position`, from (B, V) logits."""
-        tokens = sample(logits, self._sampling, self._get_positions(position, 1), rows=self._rows, seen=self._seen)
+        tokens = sample(logits, self.sampling, self._get_positions(position, 1), rows=self.rows, seen=self.seen)
         self._remember(tokens[:, None])
         return tokens
 
@@ -66,8 +98,8 @@ class Sampler:
         `logits` (1, V or less) are those of a draft model. The noise is that of `choose` there, so a draft model that
         knows the target's probabilities chooses the target's token.
         """
-        seen = None if self._seen is None else self._see_each(drafted)[-1:, : logits.shape[-1]]
-        return sample(logits, self._sampling, self._get_positions(position, 1), rows=self._rows, seen=seen)
+        seen = None if self.seen is None else self._see_each(drafted)[-1:, : logits.shape[-1]]
+        return sample(logits, self.sampling, self._get_positions(position, 1), rows=self.rows, seen=seen)
 
     def accept(self, logits: Tensor, position: int, drafted: Tensor) -> list[int]:
         """The next tokens of a single text, one more than are accepted of the n `drafted` (n,) for `position` on.
@@ -77,9 +109,9 @@ class Sampler:
         that differs from it ends the row.
         """
         count = drafted.shape[0]
-        positions, rows = self._get_positions(position, count + 1), self._rows.expand(count + 1)
-        seen = None if self._seen is None else self._see_each(drafted)
-        tokens = sample(logits, self._sampling, positions, rows=rows, seen=seen)
+        positions, rows = self._get_positions(position, count + 1), self.rows.expand(count + 1)
+        seen = None if self.seen is None else self._see_each(drafted)
+        tokens = sample(logits, self.sampling, positions, rows=rows, seen=seen)
         is_accepted = (tokens[:-1] == drafted).cumprod(0)
         # One copy to the host for both.
         accepted, *values = torch.cat([is_accepted.sum(0, keepdim=True), tokens]).tolist()
@@ -87,17 +119,17 @@ class Sampler:
         return values[: accepted + 1]
 
     def _get_positions(self, first: int, count: int) -> Tensor:
-        return torch.arange(first, first + count, device=self._rows.device)
+        return torch.arange(first, first + count, device=self.rows.device)
 
     def _remember(self, tokens: Tensor) -> None:
-        if self._seen is not None:
-            self._seen.scatter_(1, tokens, True)
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens, True)
 
     def _see_each(self, drafted: Tensor) -> Tensor:
         """What has been seen before each of the drafted tokens and after the last, (n + 1, V)."""
-        assert self._seen is not None
+        assert self.seen is not None
         count = drafted.shape[0]
-        seen = self._seen.repeat(count + 1, 1)
+        seen = self.seen.repeat(count + 1, 1)
         if count:
             is_before = torch.ones(count + 1, count, dtype=torch.bool, device=seen.device).tril(-1)
             added = torch.zeros_like(seen, dtype=torch.uint8)
@@ -115,53 +147,81 @@ def sample(
     rows: Tensor | None = None,
     seen: Tensor | None = None,
 ) -> Tensor:
+    """`choose_tokens` for small tensors, called eagerly; `rows` are 0 to B-1 if None."""
+    if rows is None:
+        rows = torch.arange(logits.shape[0], device=logits.device)
+    return choose_tokens(logits, sampling, position, rows, seen)
+
+
+def choose_tokens(
+    logits: Tensor,
+    sampling: SamplingConfig | SamplingTensors,
+    position: Tensor,
+    rows: Tensor,
+    seen: Tensor | None = None,
+) -> Tensor:
     """Choose one token per row; the lowest id among equals.
 
     Args:
         logits: (B, V) of any floating dtype.
+        sampling: how; both forms of the same values choose the same tokens.
         position: (1,) or (B,) int64, where the token will stand.
-        rows: (B,) int64, which sample each row is; 0 to B-1 if None.
+        rows: (B,) int64, which sample each row is.
         seen: (B, V) bool, the tokens that the repetition penalty is for.
 
     Returns:
         (B,) int64 token ids.
     """
     logits = adjust_logits(logits, sampling, seen)
-    if sampling.temperature == 0:
+    if sampling.kind.is_greedy:
         return logits.argmax(dim=-1)
-    if rows is None:
-        rows = torch.arange(logits.shape[0], device=logits.device)
     # The Gumbel-max trick (Gumbel 1954): argmax of logits + noise is distributed as softmax of logits.
     return (logits + draw_gumbel(sampling.seed, rows, position, logits.shape[-1])).argmax(dim=-1)
 
 
-def adjust_logits(logits: Tensor, sampling: SamplingConfig, seen: Tensor | None = None) -> Tensor:
+def adjust_logits(logits: Tensor, sampling: SamplingConfig | SamplingTensors, seen: Tensor | None = None) -> Tensor:
     """Apply penalty, temperature and filters to (B, V) logits; (B, V) float32, -inf for what is left out.
 
     The largest logit always stays, and a filter never parts equal logits: all that equal the last one kept stay.
     """
-    logits = logits.float()
-    if seen is not None and sampling.repetition_penalty != 1:
+    logits, kind = logits.float(), sampling.kind
+    if seen is not None and kind.has_penalty:
         penalty = sampling.repetition_penalty
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-    if sampling.temperature == 0:
+    if kind.is_greedy:
         return logits
     # Without the maximum a temperature near zero would overflow.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
-    if sampling.top_k is not None and 0 < sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < least, -math.inf)
-    if sampling.top_p < 1:
+    if kind.has_top_k:
+        assert sampling.top_k is not None
+        logits = logits.masked_fill(logits < find_kth_largest(logits, sampling.top_k), -math.inf)
+    if kind.has_top_p:
         probabilities = logits.softmax(dim=-1)
         least = find_nucleus_threshold(probabilities, sampling.top_p)
         logits = logits.masked_fill(probabilities < least, -math.inf)
-    if sampling.min_p > 0:
-        least = logits.amax(dim=-1, keepdim=True) + math.log(sampling.min_p)
+    if kind.has_min_p:
+        least = logits.amax(dim=-1, keepdim=True) + sampling.log_min_p
         logits = logits.masked_fill(logits < least, -math.inf)
     return logits
 
 
-def find_nucleus_threshold(probabilities: Tensor, top_p: float) -> Tensor:
+def find_kth_largest(logits: Tensor, k: int | Tensor) -> Tensor:
+    """The k-th largest of every row of (B, V) float32 logits, none of them positive, (B, 1); the least if V < k.
+
+    A k that only the device knows is counted up to, by bisection over the bits of the floats.
+    """
+    if isinstance(k, int):
+        return logits.topk(min(k, logits.shape[-1]), dim=-1).values[..., -1:]
+    bits = -(0 - logits).view(torch.int32)
+
+    def has_enough(threshold: Tensor) -> Tensor:
+        return (bits >= threshold).sum(dim=-1, keepdim=True) >= k
+
+    found = bisect(bits.amin(dim=-1, keepdim=True), bits.amax(dim=-1, keepdim=True), has_enough)
+    return 0 - (-found).view(torch.float32)
+
+
+def find_nucleus_threshold(probabilities: Tensor, top_p: float | Tensor) -> Tensor:
     """The largest of the (B, V) probabilities, (B, 1), that leaves at least `top_p` at or above it.
 
     What is at or above it is the nucleus of Holtzman et al. 2020. It is found by bisection over the bits of the
@@ -169,18 +229,29 @@ def find_nucleus_threshold(probabilities: Tensor, top_p: float) -> Tensor:
     of a small model, and 31 sums take 1 ms.
     """
     bits = probabilities.view(torch.int32)
+
+    def has_enough(threshold: Tensor) -> Tensor:
+        return probabilities.where(bits >= threshold, 0).sum(dim=-1, keepdim=True) >= top_p
+
     high = bits.amax(dim=-1, keepdim=True)
-    low = torch.zeros_like(high)
+    return bisect(torch.zeros_like(high), high, has_enough).view(torch.float32)
+
+
+def bisect(low: Tensor, high: Tensor, has_enough: Callable[[Tensor], Tensor]) -> Tensor:
+    """The largest integers from `low` to `high`, int32 tensors of one shape, that have enough; `low` if none has.
+
+    There are less than 2**31 to choose from, and what has enough still has it at every smaller integer.
+    """
     for _ in range(31):
         middle = low + (high - low + 1) // 2
-        is_enough = probabilities.where(bits >= middle, 0).sum(dim=-1, keepdim=True) >= top_p
+        is_enough = has_enough(middle)
         low, high = low.where(~is_enough, middle), high.where(is_enough, middle - 1)
-    return low.view(torch.float32)
+    return low
 
 
-def draw_gumbel(seed: int, rows: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+def draw_gumbel(seed: int | Tensor, rows: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise (B, V) float32 for the samples `rows` (B,) at `position` (1,) or (B,)."""
-    stream = mix_bits(mix_bits(torch.full_like(rows, seed) ^ mix_bits(rows)) + position)
+    stream = mix_bits(mix_bits(mix_bits(rows) ^ seed) + position)
     counter = torch.arange(1, vocab_size + 1, device=rows.device) * GOLDEN_GAMMA
     bits = mix_bits(stream[:, None] + counter)
     # 40 bits as a float keep their relative precision near 0, where the largest noise comes from.

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from gptfast.cache import get_cache_dir, is_writable, read_cached, replace_atomically
 from gptfast.chat import ChatTemplate
 from gptfast.checkpoint.base import Checkpoint
-from gptfast.config import GenerationDefaults
+from gptfast.config import GenerationDefaults, SamplingConfig
 from gptfast.cpu import describe_cpu
 from gptfast.errors import UserError
 from gptfast.kernels import ops
@@ -102,9 +102,13 @@ class Session:
         """Bytes of weights that a decode step reads."""
         return self.runner.model.count_weight_bytes_per_token()
 
-    def warm_up(self, prompt_tokens: int | None = None) -> None:
-        """Compile the steps that generating from a prompt of that length needs, or from any prompt if None."""
-        self.runner.warm_up(prompt_tokens, verifies=self.speculator is not None)
+    def warm_up(self, prompt_tokens: int | None = None, sampling: SamplingConfig | None = None) -> None:
+        """Compile the steps that generating from a prompt of that length needs, or from any prompt if None.
+
+        `sampling` is how tokens will be chosen; None for what the checkpoint asks for.
+        """
+        sampling = self.defaults.sampling if sampling is None else sampling
+        self.runner.warm_up(prompt_tokens, sampling=sampling, verifies=self.speculator is not None)
         if self.speculator is not None:
             self.speculator.warm_up(prompt_tokens)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gptfast.config import SamplingConfig
 from gptfast.errors import UserError
-from gptfast.sampling import Sampler, adjust_logits, sample
+from gptfast.sampling import Sampler, SamplingTensors, adjust_logits, choose_tokens, find_kth_largest, sample
 from tests.reference.sampling import chi_square, chi_square_limit, target_distribution, top_p_set
 
 V = 40
@@ -445,6 +445,58 @@ def test_only_kept_tokens_are_drawn(logits: Tensor, sampling: SamplingConfig, po
     token = sample(logits[None], sampling, torch.tensor([position]))
     assert token.dtype == torch.int64
     assert int(token) in kept_tokens(logits, sampling)
+
+
+# The values on a device
+
+
+def put_on_device(sampling: SamplingConfig) -> SamplingTensors:
+    values = SamplingTensors(sampling.kind, "cpu")
+    values.load(sampling)
+    return values
+
+
+@settings(deadline=None, max_examples=200)
+@given(logit_rows(), SAMPLING, st.floats(0.5, 2.0), st.integers(0, 2**63 - 1), st.integers(0, 2**20))
+def test_values_on_the_device_choose_the_same_tokens_to_the_bit(
+    logits: Tensor, sampling: SamplingConfig, penalty: float, seed: int, position: int
+) -> None:
+    sampling = replace(sampling, repetition_penalty=penalty, seed=seed)
+    values, seen = put_on_device(sampling), torch.arange(len(logits))[None] % 3 == 0
+    assert torch.equal(adjust_logits(logits[None], values, seen), adjust_logits(logits[None], sampling, seen))
+    places, rows = torch.tensor([position]), torch.tensor([2])
+    expected = sample(logits[None], sampling, places, rows=rows, seen=seen)
+    assert torch.equal(choose_tokens(logits[None], values, places, rows, seen), expected)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_values_on_the_device_may_be_of_a_large_vocabulary(name: str) -> None:
+    logits, sampling = make_logits(size=50_000)[None], SETTINGS[name]
+    seen = mark_seen(SEEN, 50_000) if sampling.kind.has_penalty else None
+    assert torch.equal(adjust_logits(logits, put_on_device(sampling), seen), adjust_logits(logits, sampling, seen))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.floats(-1e30, 0, width=32), min_size=1, max_size=30), st.integers(1, 40))
+def test_a_k_of_the_device_finds_the_kth_largest(values: list[float], k: int) -> None:
+    logits = torch.tensor([values])
+    expected = find_kth_largest(logits, k)
+    assert expected.item() == sorted(values, reverse=True)[min(k, len(values)) - 1]
+    assert torch.equal(find_kth_largest(logits, torch.tensor(k)), expected)
+
+
+def test_a_k_of_the_device_counts_what_was_left_out() -> None:
+    logits = torch.tensor([[0.0, -math.inf, -3.0, -0.0, -math.inf]])
+    for k, expected in ((1, 0.0), (2, 0.0), (3, -3.0), (4, -math.inf), (9, -math.inf)):
+        assert find_kth_largest(logits, torch.tensor(k)).item() == expected
+
+
+def test_a_filter_that_is_off_is_no_part_of_its_kind() -> None:
+    greedy = SamplingConfig(temperature=0.0, top_k=5, top_p=0.5, min_p=0.1)
+    assert greedy.kind == SamplingConfig().kind
+    assert replace(PLAIN, top_k=-1).kind == replace(PLAIN, top_k=0).kind == PLAIN.kind
+    assert len({SETTINGS[name].kind for name in ("plain", "top-k", "top-p", "min-p", "repetition penalty")}) == 5
+    assert SETTINGS["cold"].kind == SETTINGS["hot"].kind
 
 
 # The reference itself

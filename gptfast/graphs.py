@@ -1,0 +1,83 @@
+"""Record what a device is asked for, once, and ask for it again in one call: CUDA graphs, and what they must offer."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+WARM_UPS = 3
+"""Runs before a recording: in the first, kernels are compiled, tuned and loaded, which cannot be recorded."""
+
+Replay = Callable[[], None]
+Fetched = Callable[[], list[Any]]
+
+
+class GraphBackend(Protocol):
+    """Where steps are recorded and replayed. What a step reads and writes beyond its own stays at one address."""
+
+    def record(self, function: Callable[[], None]) -> Replay:
+        """Run the function a few times, record it, and return what replays it, in order with other work."""
+
+    def fetch(self, source: Tensor) -> Fetched:
+        """Begin to copy a tensor to the host; what is returned waits for that, and for no later work."""
+
+
+class CudaGraphs:
+    """The graphs of a GPU: one stream to record on and one pool for what steps allocate.
+
+    Steps share the pool, so what one of them leaves for another, or for the host, lies outside it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._recording: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copying: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, function: Callable[[], None]) -> Replay:
+        """See `GraphBackend.record`."""
+        self._recording.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._recording):
+            for _ in range(WARM_UPS):
+                function()
+        torch.cuda.current_stream(self._device).wait_stream(self._recording)
+        graph = torch.cuda.CUDAGraph()
+        # A tensor or kernel that is freed while recording would end the recording.
+        gc.collect()
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._recording, capture_error_mode="thread_local"):
+                function()
+        finally:
+            if was_enabled:
+                gc.enable()
+        return graph.replay
+
+    def fetch(self, source: Tensor) -> Fetched:
+        """See `GraphBackend.fetch`."""
+        destination = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        # A stream of its own, so that the copy does not stand between two steps.
+        self._copying.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._copying):
+            destination.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._copying)
+
+        def wait() -> list[Any]:
+            done.synchronize()
+            values: list[Any] = destination.tolist()
+            return values
+
+        return wait
+
+
+@functools.cache
+def get_cuda_graphs(device: torch.device) -> CudaGraphs:
+    """Those of the whole process: memory is kept by stream and pool, so more of them would only cost memory."""
+    return CudaGraphs(device)
