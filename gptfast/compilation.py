@@ -73,6 +73,7 @@ def compile_step(
     *,
     separate_kernels: bool = False,
     sizes: range | None = None,
+    uses_graph_trees: bool = False,
 ) -> CompiledStep:
     """Compile a step of `decode` for this model and inputs of these dtypes, shapes and strides.
 
@@ -81,13 +82,14 @@ def compile_step(
     model, in order. Raises CompilationError if there is no C++ compiler or it fails.
 
     `separate_kernels` makes a slower step whose kernels can be timed one by one: on a CPU every loop is a function
-    of its own, where else all loops between two products of the library are one; on CUDA there is no graph.
+    of its own, where else all loops between two products of the library are one. `uses_graph_trees` has torch record
+    and replay CUDA graphs, on CUDA.
     """
     start = time.perf_counter()
     use_persistent_kernel_cache()
     with compiler_failures_named():
         if inputs["tokens"].device.type == "cuda":
-            step, is_cached = compile_for_cuda(function, model, inputs, uses_graphs=not separate_kernels), False
+            step, is_cached = compile_for_cuda(function, model, inputs, uses_graph_trees), False
         else:
             step, is_cached = compile_ahead_of_time(function, model, inputs, separate_kernels, sizes)
     return CompiledStep(step, time.perf_counter() - start, is_cached)
@@ -107,9 +109,9 @@ def compiler_failures_named() -> Iterator[None]:
         raise CompilationError(str(error).strip().splitlines()[0]) from error
 
 
-def compile_for_cuda(function: Step, model: Transformer, inputs: dict[str, Tensor], *, uses_graphs: bool) -> Step:
-    """Compile for CUDA by running the step once on `inputs`; every length of `kv_pos` becomes a graph of its own."""
-    mode = "max-autotune" if uses_graphs else "max-autotune-no-cudagraphs"
+def compile_for_cuda(function: Step, model: Transformer, inputs: dict[str, Tensor], uses_graph_trees: bool) -> Step:
+    """Compile for CUDA by running the step once on `inputs`; with graphs, every length of `kv_pos` gets its own."""
+    mode = "max-autotune" if uses_graph_trees else "max-autotune-no-cudagraphs"
     compiled: Any = torch.compile(function, fullgraph=True, mode=mode)
 
     def step(model: Transformer, tokens: Tensor, input_pos: Tensor, kv_pos: Tensor, *rest: Tensor) -> Tensor:
@@ -125,10 +127,13 @@ def compile_for_cuda(function: Step, model: Transformer, inputs: dict[str, Tenso
 
 def compile_for_recording(function: Callable[..., None]) -> Callable[..., None]:
     """Compile a step that is recorded by us as a CUDA graph, when it is first called; nothing of it is dynamic."""
+    import torch._inductor
+
     use_persistent_kernel_cache()
-    compiled: Callable[..., None] = torch.compile(
-        function, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs"
-    )
+    options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
+    # Else the writes of keys and values are two kernels, as all that they both read is a position of 8 bytes.
+    options["score_fusion_memory_threshold"] = 1
+    compiled: Callable[..., None] = torch.compile(function, fullgraph=True, dynamic=False, options=options)
     return compiled
 
 
@@ -166,7 +171,7 @@ def build_step(
         torch._dynamo.mark_dynamic(inputs["tokens"], 1, min=sizes[0], max=sizes[-1])
         torch._dynamo.mark_dynamic(inputs["input_pos"], 0, min=sizes[0], max=sizes[-1])
     options = torch._inductor.list_mode_options("max-autotune") | {"cpp.min_chunk_size": MIN_ELEMENTS_PER_THREAD}
-    if model.uses_attention_kernel:
+    if model.kernels is not None:
         # What is left beside the kernels is small, and a second team of threads would spin on the kernels' cores.
         options["cpp.threads"] = 1
     # The runner owns every buffer, so nothing has to be checked in every layer of every step.

@@ -18,6 +18,7 @@ from torch import Tensor
 from gptfast.config import SamplingConfig, SamplingKind
 
 GOLDEN_GAMMA = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed 64-bit integer
+GOLDEN_GAMMA_INVERSE = -0xE217C1E66C88CC3  # times GOLDEN_GAMMA it is 1, modulo 2**64
 
 
 @contextlib.contextmanager
@@ -252,8 +253,9 @@ def bisect(low: Tensor, high: Tensor, has_enough: Callable[[Tensor], Tensor]) ->
 def draw_gumbel(seed: int | Tensor, rows: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise (B, V) float32 for the samples `rows` (B,) at `position` (1,) or (B,)."""
     stream = mix_bits(mix_bits(mix_bits(rows) ^ seed) + position)
-    counter = torch.arange(1, vocab_size + 1, device=rows.device) * GOLDEN_GAMMA
-    bits = mix_bits(stream[:, None] + counter)
+    counter = torch.arange(1, vocab_size + 1, device=rows.device)
+    # stream + counter * GOLDEN_GAMMA; in that form Inductor takes the product for an index, of 32 bits on CUDA.
+    bits = mix_bits(((stream * GOLDEN_GAMMA_INVERSE)[:, None] + counter) * GOLDEN_GAMMA)
     # 40 bits as a float keep their relative precision near 0, where the largest noise comes from.
     uniform = shift_right(bits, 24).float() * 2.0**-40 + 2.0**-42
     exponential = -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))
