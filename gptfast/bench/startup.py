@@ -49,7 +49,7 @@ class StartupSettings:
     """What to start and how often.
 
     Attributes:
-        checkpoint, device, dtype, weights, activations, kv_dtype, threads: as `gptfast generate` takes them.
+        checkpoint, device, dtype, weights, activations, kv_dtype, cuda_graphs, threads: as of `gptfast generate`.
         preset: instead of a checkpoint, random weights in these shapes.
         compile: whether compiled steps are asked for.
         prompt_tokens: length of the synthetic prompt.
@@ -64,6 +64,7 @@ class StartupSettings:
     weights: str
     activations: str | None
     kv_dtype: str | None
+    cuda_graphs: str | None
     threads: int | None
     compile: bool
     prompt_tokens: int
@@ -188,6 +189,7 @@ def build_command(settings: StartupSettings) -> list[str]:
         "--weights": settings.weights,
         "--activations": settings.activations,
         "--kv-dtype": settings.kv_dtype,
+        "--cuda-graphs": settings.cuda_graphs,
         "--threads": settings.threads,
     }
     for name, value in options.items():

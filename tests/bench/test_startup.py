@@ -71,6 +71,7 @@ def make_settings(checkpoint: str | None = "model", **changes: object) -> Startu
         "weights": "stored",
         "activations": None,
         "kv_dtype": None,
+        "cuda_graphs": None,
         "threads": None,
         "compile": True,
         "prompt_tokens": 32,

@@ -120,8 +120,7 @@ def test_a_request_to_end_takes_the_started_process_along(model: Path, tmp_path:
     arguments = ("-m", "gptfast", "bench", "startup", "--checkpoint", model, "--no-compile", "--repeats", 50)
     with start_process(*arguments, TMPDIR=str(temporary)) as process:
         assert process.stderr is not None
-        while "cold start" not in process.stderr.readline():
-            pass
+        assert any("cold start" in line for line in iter(process.stderr.readline, ""))
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 130
     assert not list(temporary.glob("gptfast-cold-*"))

@@ -140,14 +140,14 @@ def test_compiled_steps_give_the_same_figures(cli: CommandLine, model: Path, tex
 def test_ctrl_c_leaves_no_half_result(
     cli: CommandLine, model: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, calls = Runner.verify, iter(range(100))
+    read, calls = Runner.score, iter(range(100))
 
     def read_until_ctrl_c(*arguments: Any) -> Any:
         if next(calls) == 3:
             raise KeyboardInterrupt
         return read(*arguments)
 
-    monkeypatch.setattr(Runner, "verify", read_until_ctrl_c)
+    monkeypatch.setattr(Runner, "score", read_until_ctrl_c)
     outcome = cli("eval", "perplexity", "--checkpoint", model, *FLAGS, "--text", text_file, "--window", 64, "--json")
     assert outcome.exit_code == 130
     assert outcome.stdout == ""

@@ -54,6 +54,8 @@ def run(cli: CommandLine, model: Path) -> Callable[..., object]:
         (("--checkpoint", "x" * 5000), ("File name too long",)),
         (("--prompt", "x", "--stop", ""), ("--stop",)),
         (("--prompt", "x", "--device", "tpu"), ("'tpu'", "use cpu, cuda or auto")),
+        (("--prompt", "x", "--device", "cpu", "--cuda-graphs", "off"), ("cuda-graphs off", "device is cpu")),
+        (("--prompt", "x", "--device", "cpu", "--cuda-graphs", "some"), ("'some'", "manual, trees, off")),
         (("--prompt", "x", "--dtype", "int3"), ("'int3'", "use float32")),
         (("--prompt", "x", "--dtype", "float16"), ("float16", "cpu", "use bfloat16")),
         (("--prompt", ""), ("the prompt is empty", "give it some text")),
