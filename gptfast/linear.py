@@ -1,7 +1,7 @@
 """Embeddings and linear layers that are more than torch's own.
 
-Dense weights are held by `nn.Linear` and `Embedding`. Packed ones are what the CPU kernels read, in whatever precision;
-the loader puts them in the place of the dense.
+Dense weights are held by `nn.Linear` and `Embedding`. Packed ones are what kernels read, in whatever precision, those
+of the CPU or, in Triton, of CUDA; the loader puts them in the place of the dense.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptfast.kernels import ops
+from gptfast.kernels.cuda import ops as cuda_ops
+from gptfast.kernels.cuda.packing import PackedWeight, unpack
 
 
 class Embedding(nn.Embedding):
@@ -104,3 +106,73 @@ class PackedEmbedding(nn.Module):
         return (
             f"{self.precisions}, {self.vocab_size}, {self.dim}, dtype={self.dtype}, rounds_inputs={self.rounds_inputs}"
         )
+
+
+class TritonMatrix(nn.Module):
+    """A matrix that `gptfast.kernels.cuda.packing` packed, as parameters; `precision` is for reports."""
+
+    def __init__(self, packed: PackedWeight, precision: str) -> None:
+        super().__init__()
+        self.kind, self.in_features, self.precision = packed.kind, packed.in_features, precision
+        for name in ("words", "scales", "mins"):
+            value = getattr(packed, name)
+            self.register_parameter(name, None if value is None else nn.Parameter(value, requires_grad=False))
+        self.words: nn.Parameter
+        self.scales: nn.Parameter | None
+        self.mins: nn.Parameter | None
+
+    @property
+    def weight(self) -> PackedWeight:
+        """What the operators take."""
+        return PackedWeight(self.kind, self.words, self.in_features, self.scales, self.mins)
+
+    def extra_repr(self) -> str:
+        """What it holds."""
+        return f"{self.precision}, {self.words.shape[0]}, {self.in_features}"
+
+
+class TritonLinear(nn.Module):
+    """`PackedLinear` on CUDA. With `exact_rows` a row's result is the same to the bit alone and among up to 16."""
+
+    def __init__(self, parts: Sequence[TritonMatrix], *, exact_rows: bool) -> None:
+        super().__init__()
+        self.matrices: Sequence[TritonMatrix] = nn.ModuleList(parts)  # type: ignore[assignment]
+        self.sizes = [part.words.shape[0] for part in parts]
+        self.exact_rows = exact_rows
+        self.bias: nn.Parameter | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) in, (..., out_features) out, in the activations' dtype."""
+        biases = [None] * len(self.sizes) if self.bias is None else torch.split(self.bias, self.sizes)
+        products = [
+            cuda_ops.linear(x, part.weight, bias, exact_rows=self.exact_rows)
+            for part, bias in zip(self.matrices, biases, strict=True)
+        ]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+
+    def list_matrices(self) -> list[tuple[str, Tensor]]:
+        """The packed matrices, each after its precision."""
+        return [(part.precision, part.words) for part in self.matrices]
+
+
+class TritonEmbedding(nn.Module):
+    """`PackedEmbedding` on CUDA."""
+
+    def __init__(self, matrix: TritonMatrix, *, dtype: torch.dtype, exact_rows: bool) -> None:
+        super().__init__()
+        self.matrix = matrix
+        self.dtype = dtype
+        self.exact_rows = exact_rows
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(...) int64 token ids in, (..., E) out, of `dtype`."""
+        rows = self.matrix.weight.select_rows(tokens.flatten())
+        return unpack(rows).to(self.dtype).view(*tokens.shape, -1)
+
+    def project(self, x: Tensor) -> Tensor:
+        """(..., E) in, (..., V) out: the product with the embedding, of models that tie the two."""
+        return cuda_ops.linear(x, self.matrix.weight, exact_rows=self.exact_rows)
+
+    def list_matrices(self) -> list[tuple[str, Tensor]]:
+        """The packed matrix after its precision."""
+        return [(self.matrix.precision, self.matrix.words)]

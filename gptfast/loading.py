@@ -15,9 +15,17 @@ from torch import Tensor, nn
 from gptfast.checkpoint.base import DENSE_DTYPES, Checkpoint, check_finite, check_tensor
 from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.errors import CheckpointError, UserError
-from gptfast.kernels import ops
-from gptfast.kernels.packing import can_pack, pack
-from gptfast.linear import PackedEmbedding, PackedLinear, PackedMatrix
+from gptfast.kernels import packing as cpu_packing
+from gptfast.kernels.cuda import packing as cuda_packing
+from gptfast.kernels.ops import Kernels, choose_kernels
+from gptfast.linear import (
+    PackedEmbedding,
+    PackedLinear,
+    PackedMatrix,
+    TritonEmbedding,
+    TritonLinear,
+    TritonMatrix,
+)
 from gptfast.memory import get_available_memory
 from gptfast.model import FUSED_PROJECTIONS, Transformer, describe_dtype
 from gptfast.quantization import QuantizedWeight, WeightScheme, join_rows
@@ -60,25 +68,44 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     weights: Weights = "stored",
     rounds_inputs: bool = False,
+    exact_rows: bool = False,
+    kernels: Kernels | Literal["auto"] | None = "auto",
 ) -> Transformer:
     """Build the model on `device`, in evaluation mode, with activations in `dtype`.
 
-    On a CPU matrices are packed for its kernels in the precision that `weights` asks for, and `rounds_inputs` has the
-    quantized ones multiplied with activations that are rounded to int8. Elsewhere, or where the kernels cannot be
-    built, they are expanded to `dtype`, and one that is stored in it stays a view of the mapped file. Raises
-    CheckpointError if a tensor is missing, unknown or of another shape than the config asks for.
+    Matrices are packed for the device's kernels in the precision that `weights` asks for. Where there are none, they
+    are expanded to `dtype`, and one that is stored in it stays a view of the mapped file.
+
+    Args:
+        checkpoint: what to load.
+        device: where to.
+        dtype: of activations and norms.
+        weights: what to decode from.
+        rounds_inputs: on a CPU, have quantized matrices multiplied with activations that are rounded to int8.
+        exact_rows: on CUDA, have a row's product be the same to the bit alone and among up to 16; the CPU's always is.
+        kernels: what to run on; `auto` for the device's.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown or of another shape than the config asks for.
     """
     shapes = list_tensor_shapes(checkpoint.config)
     aliases = check_names(checkpoint, set(shapes))
     with torch.device("meta"):
         model = Transformer(checkpoint.config)
     device = torch.device(device)
-    model.uses_attention_kernel = packs = device.type == "cpu" and ops.has_cpu_kernels()
+    if kernels == "auto":
+        kernels = choose_kernels(device)
+    model.set_kernels(kernels)
     remarks: dict[str, set[str]] = defaultdict(set)
     for name, parameter in list(model.named_parameters()):
         sources = {aliases.get(source, source): shapes[source] for source in list_sources(name)}
         module_name, _, kind = name.rpartition(".")
-        if not (packs and parameter.dim() == 2):
+        matrices = []
+        if parameter.dim() == 2 and kernels is not None:
+            matrices = [
+                _read_matrix(checkpoint, source, shape, dtype, weights, kernels) for source, shape in sources.items()
+            ]
+        if not matrices or not all(can_pack(kernels, matrix) for matrix, _ in matrices):
             weight = _read_parameter(checkpoint, sources, parameter.shape, device, dtype, weights)
             for source, shape in sources.items():
                 scheme = choose_scheme(checkpoint, source, shape[-1], weights) if parameter.dim() == 2 else None
@@ -86,14 +113,11 @@ def load_model(
                     add_remark(remarks, checkpoint, source, scheme.describe(), weights)
             setattr(model.get_submodule(module_name), kind, nn.Parameter(weight, requires_grad=False))
             continue
-        matrices = [_read_matrix(checkpoint, source, shape, dtype, weights) for source, shape in sources.items()]
-        rounds = rounds_inputs and any(isinstance(matrix, QuantizedWeight) for matrix, _ in matrices)
-        parts = [pack_matrix(matrix) for matrix in join_alike(matrices)]
-        module: nn.Module = (
-            PackedEmbedding(parts[0], dtype=dtype, rounds_inputs=rounds)
-            if name == EMBEDDING
-            else PackedLinear(parts, rounds_inputs=rounds)
-        )
+        is_embedding = name == EMBEDDING
+        if kernels == "triton":
+            module = make_for_triton(join_alike(matrices), device, dtype, is_embedding, exact_rows)
+        else:
+            module = make_for_cpu(join_alike(matrices), dtype, is_embedding, rounds_inputs)
         model.set_submodule(module_name, module)
         for source, (_, precision) in zip(sources, matrices, strict=True):
             add_remark(remarks, checkpoint, source, precision, weights)
@@ -147,11 +171,33 @@ def describe_form(matrix: Matrix) -> tuple[object, ...]:
     return precision, weight.bits, weight.group_size, present
 
 
-def pack_matrix(matrix: Matrix) -> PackedMatrix:
-    """Bring a matrix into the layout of the kernels."""
-    weight, precision = matrix
-    rows, columns = weight.shape
-    return PackedMatrix(pack(weight), (rows, columns), precision)
+def can_pack(kernels: Kernels | None, weight: Tensor | QuantizedWeight) -> bool:
+    """Whether the kernels have its dtype, or its groups."""
+    if kernels == "triton":
+        return cuda_packing.can_pack(weight)
+    return isinstance(weight, Tensor) or cpu_packing.can_pack(weight)
+
+
+def make_for_cpu(matrices: Sequence[Matrix], dtype: torch.dtype, is_embedding: bool, rounds_inputs: bool) -> nn.Module:
+    """A layer of packed matrices; only quantized ones have their inputs rounded."""
+    parts = []
+    for weight, precision in matrices:
+        rows, columns = weight.shape
+        parts.append(PackedMatrix(cpu_packing.pack(weight), (rows, columns), precision))
+    rounds = rounds_inputs and any(isinstance(weight, QuantizedWeight) for weight, _ in matrices)
+    if is_embedding:
+        return PackedEmbedding(parts[0], dtype=dtype, rounds_inputs=rounds)
+    return PackedLinear(parts, rounds_inputs=rounds)
+
+
+def make_for_triton(
+    matrices: Sequence[Matrix], device: torch.device, dtype: torch.dtype, is_embedding: bool, exact_rows: bool
+) -> nn.Module:
+    """A layer of matrices that are packed on the device."""
+    parts = [TritonMatrix(cuda_packing.pack(weight.to(device)), precision) for weight, precision in matrices]
+    if is_embedding:
+        return TritonEmbedding(parts[0], dtype=dtype, exact_rows=exact_rows)
+    return TritonLinear(parts, exact_rows=exact_rows)
 
 
 def choose_scheme(checkpoint: Checkpoint, name: str, columns: int, weights: Weights) -> WeightScheme | None:
@@ -170,7 +216,12 @@ def choose_scheme(checkpoint: Checkpoint, name: str, columns: int, weights: Weig
 
 
 def _read_matrix(
-    checkpoint: Checkpoint, source: str, shape: tuple[int, ...], dtype: torch.dtype, weights: Weights
+    checkpoint: Checkpoint,
+    source: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    weights: Weights,
+    kernels: Kernels | None,
 ) -> Matrix:
     """The matrix in the precision that `weights` asks for, as a view of the file where it lies there so."""
     scheme = choose_scheme(checkpoint, source, shape[1], weights)
@@ -179,21 +230,25 @@ def _read_matrix(
     stored = checkpoint.describe_type(source)
     if weights not in DENSE_WEIGHTS:
         quantized = checkpoint.read_quantized(source)
-        if quantized is not None and can_pack(quantized):
+        if quantized is not None and can_pack(kernels, quantized):
             for values in quantized.list_tensors().values():
                 if values is not None and values.is_floating_point():
                     check_finite(checkpoint.path, source, values)
             return quantized, stored
-        dtype = DENSE_DTYPES.get(stored, dtype)
+        wanted = DENSE_DTYPES.get(stored, dtype)
     else:
-        dtype = DENSE_WEIGHTS[weights]
+        wanted = DENSE_WEIGHTS[weights]
+    # The Triton kernels have no matrices of float32.
+    if kernels != "triton" or wanted in cuda_packing.KINDS:
+        dtype = wanted
     dense = _read_dense(checkpoint, {source: shape}, torch.Size(shape), torch.device("cpu"), dtype)
     return dense, describe_dtype(dtype)
 
 
 def estimate_weight_bytes(checkpoint: Checkpoint, weights: Weights, dtype: torch.dtype, device: torch.device) -> int:
     """About how much memory `load_model` will take for the weights."""
-    packs = device.type == "cpu" and ops.has_cpu_kernels()
+    kernels = choose_kernels(device)
+    packs = kernels == "cpp" or (kernels == "triton" and dtype in cuda_packing.KINDS)
     bits, names = 0.0, checkpoint.names()
     for name, shape in list_tensor_shapes(checkpoint.config).items():
         each = 8.0 * dtype.itemsize
@@ -265,7 +320,7 @@ def _read_parameter(
     """A parameter in `dtype`, with the values that it has in the precision that `weights` asks for."""
     if len(shape) == 1 or weights in ("stored", "fp32"):
         return _read_dense(checkpoint, sources, shape, device, dtype)
-    matrices = [_read_matrix(checkpoint, source, part, dtype, weights)[0] for source, part in sources.items()]
+    matrices = [_read_matrix(checkpoint, source, part, dtype, weights, None)[0] for source, part in sources.items()]
     values = [matrix if isinstance(matrix, Tensor) else matrix.dequantize() for matrix in matrices]
     return torch.cat(values).to(device, dtype)
 

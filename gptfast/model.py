@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from gptfast.config import ModelConfig, RopeScaling
 from gptfast.kernels import ops
-from gptfast.linear import Embedding, PackedEmbedding, PackedLinear
+from gptfast.kernels.ops import Kernels
+from gptfast.linear import Embedding, PackedEmbedding, PackedLinear, TritonEmbedding, TritonLinear
 
 FUSED_PROJECTIONS = {"wqkv": ("wq", "wk", "wv"), "w13": ("w1", "w3")}
 """Which rows, in which order, a fused projection is made of."""
@@ -33,7 +34,7 @@ class Transformer(nn.Module):
         self.config = config
         self.queries_per_kv_head = config.n_heads // config.n_kv_heads
         self.sliding_window = config.sliding_window
-        self.uses_attention_kernel = False
+        self.kernels: Kernels | None = None
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
@@ -50,6 +51,13 @@ class Transformer(nn.Module):
     def device(self) -> torch.device:
         """Where the model is."""
         return self.norm.weight.device
+
+    def set_kernels(self, kernels: Kernels | None) -> None:
+        """Have these attend wherever they can, instead of torch's own operators."""
+        self.kernels = kernels
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.kernels = kernels
 
     def setup_caches(self, batch_size: int, max_seq_len: int, dtype: torch.dtype | None = None) -> None:
         """Allocate zeroed KV caches and rotary tables for positions 0 to `max_seq_len` - 1.
@@ -76,7 +84,7 @@ class Transformer(nn.Module):
         for name, module in self.named_modules():
             if name == "tok_embeddings" and self.output is not None:
                 continue
-            if isinstance(module, PackedLinear | PackedEmbedding):
+            if isinstance(module, PackedLinear | PackedEmbedding | TritonLinear | TritonEmbedding):
                 for precision, weight in module.list_matrices():
                     sizes[precision] += weight.nbytes
             elif isinstance(module, nn.Linear | nn.Embedding):
@@ -114,12 +122,14 @@ class Transformer(nn.Module):
         x = self.tok_embeddings(tokens)
         cos, sin = self.rope_cos[input_pos, None], self.rope_sin[input_pos, None]
         mask = None
-        if not self.uses_attention_kernel:
+        if not ops.can_attend(self.kernels, tokens.shape[1]):
             assert kv_pos is not None
             mask = build_attention_mask(input_pos, kv_pos, self.sliding_window, x.dtype)
             mask = mask.repeat(self.queries_per_kv_head, 1)
+        added = torch.zeros_like(x)
         for layer in self.layers:
-            x = layer(x, cos, sin, mask, input_pos)
+            x, added = layer(x, added, cos, sin, mask, input_pos)
+        x = x + added
         if rows is not None:
             x = x[:, rows]
         x = self.norm(x)
@@ -140,11 +150,17 @@ class TransformerBlock(nn.Module):
     # All blocks share one compiled region. It may write the cache by aten indexing only: an operator of our
     # own that mutates an argument is refused inside a region by torch 2.13 (pytorch#186807).
     @torch.compiler.nested_compile_region
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, input_pos: Tensor) -> Tensor:
-        """(B, S, E) in, (B, S, E) out; see `Transformer.forward` and `build_attention_mask` for the rest."""
+    def forward(
+        self, x: Tensor, added: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, input_pos: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream (B, S, E) and what the block before has yet to add to it in, the same out.
+
+        So that the sum is computed in one kernel with the norm that follows it, which the region's end would part. See
+        `Transformer.forward` and `build_attention_mask` for the rest.
+        """
+        x = x + added
         x = x + self.attention(self.attention_norm(x), cos, sin, mask, input_pos)
-        x = x + self.feed_forward(self.ffn_norm(x))
-        return x
+        return x, self.feed_forward(self.ffn_norm(x))
 
 
 class Attention(nn.Module):
@@ -154,6 +170,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
         q_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        self.kernels: Kernels | None = None
         self.sliding_window = config.sliding_window
         self.split_sizes = [q_dim, kv_dim, kv_dim]
         self.wqkv = nn.Linear(config.dim, q_dim + 2 * kv_dim, bias=config.qkv_bias)
@@ -168,7 +185,7 @@ class Attention(nn.Module):
         self.kv_cache = KVCache(shape, dtype=dtype, device=device)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, input_pos: Tensor) -> Tensor:
-        """(B, S, E) in, (B, S, E) out; without a mask, by the CPU's attention kernel."""
+        """(B, S, E) in, (B, S, E) out; without a mask, by the attention kernel."""
         B, S, _ = x.shape
         H, K, D = self.n_heads, self.n_kv_heads, self.head_dim
         q, k, v = self.wqkv(x).split(self.split_sizes, dim=-1)
@@ -183,10 +200,17 @@ class Attention(nn.Module):
 
     def attend_by_kernel(self, q: Tensor, input_pos: Tensor) -> Tensor:
         """(B, S, H, D) in, (B, S, H * D) out: every token over the slots up to its own, and no other is read."""
+        assert self.kernels is not None
         cache = self.kv_cache
-        window = self.sliding_window
         return ops.attention(
-            q, cache.k, cache.v, input_pos, k_scales=cache.k_scales, v_scales=cache.v_scales, sliding_window=window
+            q,
+            cache.k,
+            cache.v,
+            input_pos,
+            k_scales=cache.k_scales,
+            v_scales=cache.v_scales,
+            sliding_window=self.sliding_window,
+            kernels=self.kernels,
         )
 
     def attend(self, q: Tensor, mask: Tensor) -> Tensor:

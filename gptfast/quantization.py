@@ -97,6 +97,11 @@ class QuantizedWeight:
         selected = {name: None if value is None else value[rows] for name, value in self.list_tensors().items()}
         return dataclasses.replace(self, **selected)  # type: ignore[arg-type]
 
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """The same matrix there."""
+        moved = {name: None if value is None else value.to(device) for name, value in self.list_tensors().items()}
+        return dataclasses.replace(self, **moved)  # type: ignore[arg-type]
+
     def list_tensors(self) -> dict[str, Tensor | None]:
         """Its tensors by name; every one has a row for each of the matrix."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -44,7 +44,7 @@ class RecordedSteps:
         prepare: Prepare,
         statistics: CompileStatistics,
     ) -> None:
-        assert model.uses_attention_kernel
+        assert model.kernels is not None
         self._model, self._batch_size, self._graphs, self._prepare = model, batch_size, graphs, prepare
         self._statistics = statistics
         self.replayed = 0
@@ -62,9 +62,7 @@ class RecordedSteps:
         They are overwritten by the next call for as many tokens.
         """
         count = tokens.shape[1]
-        if count not in self._readers:
-            self._readers[count] = self._record_reader(count)
-        state, replay = self._readers[count]
+        state, replay = self.get_reader(count)
         state.tokens.copy_(tokens)
         torch.arange(position, position + count, out=state.input_pos)
         self._replay(replay)
@@ -92,6 +90,12 @@ class RecordedSteps:
                 yield waiting.popleft()()
         while waiting:
             yield waiting.popleft()()
+
+    def get_reader(self, count: int) -> tuple[LogitsState, Replay]:
+        """What `read` replays for so many tokens, and what it reads and writes; recorded if need be."""
+        if count not in self._readers:
+            self._readers[count] = self._record_reader(count)
+        return self._readers[count]
 
     def get_extender(self, kind: SamplingKind) -> tuple[TextState, Replay]:
         """What `extend` replays for this kind of sampling, and what it reads and writes; recorded if need be."""

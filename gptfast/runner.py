@@ -53,7 +53,8 @@ class Runner:
     log says so and the steps run eagerly.
 
     With `graphs` the steps that decode are recorded there and replayed, compiled or not, for a model that attends by
-    its kernel; prompts are read by steps that are not recorded.
+    its kernel; prompts are read by steps that are not recorded. `uses_graph_trees` leaves graphs to torch.compile, on
+    CUDA.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Runner:
         compile: bool = False,
         kv_dtype: torch.dtype | None = None,
         graphs: GraphBackend | None = None,
+        uses_graph_trees: bool = False,
     ) -> None:
         self.model = model
         self.kv_dtype = kv_dtype or model.dtype
@@ -77,6 +79,7 @@ class Runner:
         self._separate_step: Step | None = None
         self._separates_kernels = False
         self._capacity = 0
+        self.graphs, self.uses_graph_trees = graphs, uses_graph_trees
         prepare = compile_for_recording if compile else lambda step: step
         self._recorded: RecordedSteps | None = None
         if graphs is not None:
@@ -145,14 +148,18 @@ class Runner:
     ) -> None:
         """Compile the steps that generating from a prompt of that length needs, or from any prompt if None.
 
-        `sampling` is how tokens will be chosen, which is a part of recorded steps. `verifies` includes the one that
-        `verify` needs; on CUDA each size is compiled when it is first needed.
+        `sampling` is how tokens will be chosen, which is a part of the recorded steps of `extend`. `verifies` is for
+        who calls `verify` and `decode` instead; on CUDA each size is compiled when it is first needed.
         """
         sizes = PREFILL_CHUNKS if prompt_tokens is None else plan_chunks(prompt_tokens)
         for size in sorted(set(sizes), reverse=True):
             self._get_step(prefill, size)
         if self._recorded is not None:
-            self._recorded.get_extender(sampling.kind)
+            # Who verifies asks for logits alone, as the choice depends on what was proposed.
+            if verifies:
+                self._recorded.get_reader(1)
+            else:
+                self._recorded.get_extender(sampling.kind)
             return
         self._get_step(decode_one_token, 1)
         if verifies and self.device.type == "cpu":
@@ -272,7 +279,7 @@ class Runner:
         try:
             any_size = range(2, MOST_VERIFIED + 1) if size == ANY_SIZE else None
             inputs = self._make_inputs(function, MOST_VERIFIED if size == ANY_SIZE else size)
-            step = compile_step(function, self.model, inputs, sizes=any_size)
+            step = compile_step(function, self.model, inputs, sizes=any_size, uses_graph_trees=self.uses_graph_trees)
         except CompilationError as error:
             logger.warning("nothing can be compiled here, so steps run eagerly, which is slower: %s", error)
             self.is_compiled = False

@@ -22,9 +22,10 @@ from gptfast.checkpoint.base import Checkpoint
 from gptfast.config import GenerationDefaults, SamplingConfig
 from gptfast.cpu import describe_cpu
 from gptfast.errors import UserError
+from gptfast.graphs import get_cuda_graphs
 from gptfast.kernels import ops
 from gptfast.loading import WEIGHTS, Weights, check_memory, load_model
-from gptfast.model import describe_dtype
+from gptfast.model import Transformer, describe_dtype
 from gptfast.runner import CompileKind, Runner
 from gptfast.speculation.selection import check_draft, open_speculator
 from gptfast.speculation.speculator import Speculator
@@ -42,6 +43,7 @@ DTYPES = {
 }
 KV_DTYPES = {name: dtype for name, dtype in DTYPES.items() if dtype != torch.float16} | {"int8": torch.int8}
 ACTIVATIONS = ("fp32", "int8")
+CUDA_GRAPHS = ("manual", "trees", "off")
 
 
 @dataclass
@@ -151,6 +153,7 @@ def load(
     compile: bool = False,
     batch_size: int = 1,
     threads: int | None = None,
+    cuda_graphs: str | None = None,
     draft: str | Path | None = None,
     speculate_k: int | None = None,
 ) -> Session:
@@ -169,6 +172,9 @@ def load(
         compile: run compiled steps; the first start on a machine compiles them, later ones load them.
         batch_size: texts that are decoded at once.
         threads: for the CPU, of the whole process; None leaves torch's own choice.
+        cuda_graphs: of the steps that decode: `manual` records each with its sampling as one graph of our own, `trees`
+            leaves that to torch.compile's max-autotune, `off` has the host launch every kernel. None for `manual` on
+            CUDA, if steps are compiled and there are kernels for it.
         draft: speculate, which changes the speed and not the text: `ngram`, a checkpoint's path, `int4`, `int8`,
             `layers:N`, or `ngram,` before one of the others; see `gptfast.speculation.selection.open_speculator`.
         speculate_k: tokens to propose in every round; None for as many as pay.
@@ -187,15 +193,28 @@ def load(
     start = time.perf_counter()
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
+    check_cuda_graphs(cuda_graphs, chosen_device, compile)
     chosen_kv_dtype = choose_kv_dtype(kv_dtype, chosen_dtype, chosen_device, is_dtype_given=dtype is not None)
     checkpoint = _open(path, preset)
     check_memory(checkpoint, weights, chosen_dtype, chosen_device)
     model = load_model(
-        checkpoint, device=chosen_device, dtype=chosen_dtype, weights=weights, rounds_inputs=activations != "fp32"
+        checkpoint,
+        device=chosen_device,
+        dtype=chosen_dtype,
+        weights=weights,
+        rounds_inputs=activations != "fp32",
+        exact_rows=draft is not None,
     )
     if activations == "int8" and not model.rounds_inputs:
         logger.warning("activations are rounded for the CPU's quantized weights only, of which there are none here")
-    runner = Runner(model, batch_size=batch_size, compile=compile, kv_dtype=chosen_kv_dtype)
+    runner = Runner(
+        model,
+        batch_size=batch_size,
+        compile=compile,
+        kv_dtype=chosen_kv_dtype,
+        graphs=get_cuda_graphs(chosen_device) if records_graphs(cuda_graphs, model, compile) else None,
+        uses_graph_trees=compile and cuda_graphs == "trees",
+    )
     tokenizer = checkpoint.load_tokenizer()
     if draft is None:
         speculator = None
@@ -264,6 +283,26 @@ def choose_kv_dtype(name: str | None, dtype: torch.dtype, device: torch.device, 
     # torch's own attention reads a cache in the activations' dtype only; another one would be converted in every step.
     has_kernel = device.type == "cpu" and ops.has_cpu_kernels()
     return torch.bfloat16 if has_kernel and not is_dtype_given else dtype
+
+
+def check_cuda_graphs(name: str | None, device: torch.device, compile: bool) -> None:
+    """Raise UserError for CUDA graphs of a kind that there is not, or that the other settings leave no room for."""
+    if name is None:
+        return
+    check_choice("cuda-graphs", name, CUDA_GRAPHS)
+    if device.type != "cuda":
+        raise UserError(f"cuda-graphs {name} is asked for and the device is {device.type}; leave it out, or use cuda")
+    if name == "trees" and not compile:
+        raise UserError("cuda-graphs trees is a mode of torch.compile; compile the steps, or use manual")
+
+
+def records_graphs(name: str | None, model: Transformer, compile: bool) -> bool:
+    """Whether the runner records its steps; a line in the log says if it cannot, though it was asked to."""
+    if model.device.type != "cuda" or name not in (None, "manual") or (name is None and not compile):
+        return False
+    if model.kernels is None:
+        logger.warning("without the Triton kernels steps are not recorded as CUDA graphs; use --cuda-graphs trees")
+    return model.kernels is not None
 
 
 def supports_bfloat16(device: torch.device) -> bool:

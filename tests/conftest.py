@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+# Triton reads this when it is imported: its kernels then run on CPU tensors.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 from gptfast.kernels import ops
 from gptfast.session import Session

@@ -6,6 +6,8 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -15,8 +17,19 @@ from gptfast.cache import CACHE_VARIABLE
 from gptfast.checkpoint import presets
 from gptfast.errors import CheckpointError, UserError
 from gptfast.generation import generate, stream
+from gptfast.kernels.ops import Kernels
+from gptfast.model import Transformer
 from gptfast.runner import INITIAL_CAPACITY, Runner
-from gptfast.session import DTYPES, Session, choose_device, choose_dtype, load
+from gptfast.session import (
+    CUDA_GRAPHS,
+    DTYPES,
+    Session,
+    check_cuda_graphs,
+    choose_device,
+    choose_dtype,
+    load,
+    records_graphs,
+)
 from tests.reference.sessions import (
     CONTEXT,
     random_prompt,
@@ -184,6 +197,27 @@ def test_a_draft_s_settings_are_refused_before_the_checkpoint_is_opened(tmp_path
     ):
         with pytest.raises(UserError, match=words):
             load(tmp_path / "nothing.gguf", dtype="float32", **settings)  # type: ignore[arg-type]
+
+
+def test_torch_s_graphs_need_compiled_steps() -> None:
+    with pytest.raises(UserError, match="compile the steps"):
+        check_cuda_graphs("trees", CUDA, compile=False)
+    for name in (*CUDA_GRAPHS, None):
+        check_cuda_graphs(name, CUDA, compile=True)
+
+
+@pytest.mark.parametrize("kernels", ["triton", None])
+def test_steps_are_recorded_where_they_are_compiled_or_that_is_asked_for(
+    kernels: Kernels | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = cast(Transformer, SimpleNamespace(device=CUDA, kernels=kernels))
+    has_kernels = kernels is not None
+    assert records_graphs(None, model, compile=True) == records_graphs("manual", model, compile=False) == has_kernels
+    assert not records_graphs(None, model, compile=False)
+    assert not records_graphs("trees", model, compile=True)
+    assert not records_graphs("off", model, compile=True)
+    assert ("not recorded" in caplog.text) != has_kernels
+    assert not records_graphs(None, cast(Transformer, SimpleNamespace(device=CPU, kernels="cpp")), compile=True)
 
 
 def get_draft(session: Session) -> Runner:

@@ -142,7 +142,7 @@ def describe_execution(runner: Runner, measurements: Measurements) -> Execution:
     return Execution(
         compiled=runner.is_compiled,
         compile_kind=runner.compile_kind,
-        cuda_graphs=runner.device.type == "cuda" and has_recorded_cuda_graphs(),
+        cuda_graphs=runner.replayed_steps > 0 or (runner.uses_graph_trees and has_recorded_cuda_graphs()),
         recompiles=measurements.recompiles,
         other_load=measurements.other_load,
     )
@@ -188,8 +188,8 @@ def write_notes(
         notes.append(f"{execution.recompiles} compilations happened during the runs, which spoils the figures")
     if runner.compiling_was_asked and not runner.is_compiled:
         notes.append("this machine could not compile, so the steps ran eagerly")
-    if runner.device.type == "cuda" and runner.is_compiled and not execution.cuda_graphs:
-        notes.append("torch.compile skipped its CUDA graphs, so every kernel was launched by the host")
+    if runner.device.type == "cuda" and not execution.cuda_graphs:
+        notes.append("no CUDA graphs were replayed, so every kernel was launched by the host")
     if session.tokenizer is None:
         notes.append("random weights have no tokenizer, so there is no detokenization in the end-to-end figures")
     return tuple(notes)

@@ -69,6 +69,7 @@ class Options:
     weights: Weights
     activations: str | None
     kv_dtype: str | None
+    cuda_graphs: str | None
     threads: int | None
     draft: str | None
     speculate_k: int | None
@@ -141,6 +142,7 @@ def command(**settings: Any) -> int:
         weights=options.weights,
         activations=options.activations,
         kv_dtype=options.kv_dtype,
+        cuda_graphs=options.cuda_graphs,
         compile=options.compile or options.compile_prefill,
         batch_size=options.batch_size,
         threads=options.threads,

@@ -38,6 +38,10 @@ EXECUTION_OPTIONS = (
     weights_option,
     activations_option,
     kv_dtype_option,
+    click.option(
+        "--cuda-graphs",
+        help="manual (ours, one graph a step), trees (torch.compile's) or off [default: manual, of compiled steps].",
+    ),
     click.option("--threads", type=int, help="CPU threads [default: torch's choice]."),
 )
 

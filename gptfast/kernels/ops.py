@@ -1,4 +1,4 @@
-"""The operators of the CPU kernels as functions, with their shapes for the compiler.
+"""The operators of the kernels as functions, those of the CPU with their shapes for the compiler.
 
 Shapes: M rows of inputs, N out_features, K in_features, V vocabulary.
 """
@@ -6,7 +6,9 @@ Shapes: M rows of inputs, N out_features, K in_features, V vocabulary.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +16,13 @@ from torch import Tensor
 from gptfast.kernels.build import LIBRARY, BuildError, load_library
 
 logger = logging.getLogger(__name__)
+
+Kernels = Literal["cpp", "triton"]
+"""Which kernels a model runs on: ours for the CPU, or ours for CUDA."""
+LEAST_CAPABILITY = (8, 0)
+"""Of a GPU for the Triton kernels, which multiply bfloat16 on tensor cores."""
+MOST_TOKENS: dict[Kernels, int | None] = {"cpp": None, "triton": 16}
+"""Per row that `attention` takes at once; None for any number."""
 
 
 @functools.cache
@@ -31,8 +40,39 @@ def has_cpu_kernels() -> bool:
     return True
 
 
+@functools.cache
+def has_triton_kernels() -> bool:
+    """Whether the CUDA kernels can be had: Triton is installed. They are compiled when they first run."""
+    if importlib.util.find_spec("triton") is None:
+        logger.warning("Triton is not installed; until then weights are expanded to the run's dtype")
+        return False
+    from gptfast.kernels.cuda import attention, ops
+
+    ops.register_operators()
+    attention.register_operator()
+    return True
+
+
+def choose_kernels(device: torch.device) -> Kernels | None:
+    """Those of the device, made ready; None if there are none, so that torch's own operators do all."""
+    if device.type == "cpu":
+        return "cpp" if has_cpu_kernels() else None
+    if device.type != "cuda":
+        return None
+    is_new = torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+    return "triton" if is_new and has_triton_kernels() else None
+
+
+def can_attend(kernels: Kernels | None, tokens: int) -> bool:
+    """Whether `attention` takes so many tokens of a row at once."""
+    if kernels is None:
+        return False
+    most = MOST_TOKENS[kernels]
+    return most is None or tokens <= most
+
+
 def register_shapes() -> None:
-    """Tell torch.compile what the operators return."""
+    """Tell torch.compile what the operators of the CPU return."""
 
     @torch.library.register_fake(f"{LIBRARY}::linear")  # type: ignore[untyped-decorator]
     def linear_shape(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int, rounds_inputs: bool) -> Tensor:
@@ -83,6 +123,7 @@ def attention(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     sliding_window: int | None = None,
+    kernels: Kernels = "cpp",
 ) -> Tensor:
     """Attention of S tokens over the slots of a cache up to their own: (B, S, H * D) in q's dtype.
 
@@ -95,9 +136,12 @@ def attention(
         k_scales: (B or more, K, L, 1) float32, with int8 only: a key is its codes times this.
         v_scales: The same for the values.
         sliding_window: How many slots a token sees at most, its own among them.
+        kernels: What computes it; Triton's also takes float16, and at most 16 tokens.
 
     Scores are divided by sqrt(D); sums are in float32. Of finite inputs, a token's result depends neither on the
     tokens beside it nor on the number of threads.
     """
-    result: Tensor = torch.ops.gptfast.attention.default(q, k, v, k_scales, v_scales, input_pos, sliding_window)
+    operators = torch.ops.gptfast
+    operator = operators.attention if kernels == "cpp" else operators.cuda_attention
+    result: Tensor = operator.default(q, k, v, k_scales, v_scales, input_pos, sliding_window)
     return result

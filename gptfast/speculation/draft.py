@@ -97,7 +97,7 @@ def cut_layers(model: Transformer, n_layers: int) -> Transformer:
         )
     with torch.device("meta"):
         draft = Transformer(dataclasses.replace(model.config, n_layers=n_layers))
-    draft.uses_attention_kernel = model.uses_attention_kernel
+    draft.set_kernels(model.kernels)
     for name in {name.rpartition(".")[0] for name, _ in draft.named_parameters()}:
         draft.set_submodule(name, model.get_submodule(name))
     return draft.eval()

@@ -47,7 +47,7 @@ def open_speculator(
         UserError: what `draft` names is not there or does not fit the target, or `k` is out of range.
     """
     check_draft(draft, k, target.batch_size)
-    if target.device.type == "cpu" and not target.model.uses_attention_kernel:
+    if target.device.type == "cpu" and target.model.kernels is None:
         logger.warning("without the CPU kernels a verified token may differ from a plain one; --check-exact tells")
     lanes = []
     for name in split_draft(draft):
@@ -87,7 +87,13 @@ def split_draft(draft: str) -> list[str]:
 
 def _open_draft_model(name: str, target: Runner, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> DraftModel:
     model = _load_draft_model(name, target, checkpoint, tokenizer)
-    runner = Runner(model, compile=target.compiling_was_asked, kv_dtype=target.kv_dtype)
+    runner = Runner(
+        model,
+        compile=target.compiling_was_asked,
+        kv_dtype=target.kv_dtype,
+        graphs=target.graphs,
+        uses_graph_trees=target.uses_graph_trees,
+    )
     return DraftModel(runner, target.vocab_size)
 
 

@@ -327,7 +327,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_allocated(
         raise AssertionError("the weights are allocated")
 
     monkeypatch.setattr("gptfast.session.load_model", fail)
-    tell_free(monkeypatch, "session", 1_500_000_000)
+    tell_free(monkeypatch, "loading", 1_500_000_000)
     with pytest.raises(UserError) as refused:
         load(preset="llama-3-8b", dtype="float32", weights=weights)
     for words in ("llama-3-8b", needed, "1.5 GB are free on cpu", "smaller model or --weights int4"):
@@ -338,7 +338,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_allocated(
 def test_weights_that_fit_or_may_fit_are_loaded(
     free_bytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tell_free(monkeypatch, "session", free_bytes)
+    tell_free(monkeypatch, "loading", free_bytes)
     tell_free(monkeypatch, "runner", free_bytes)
     assert load(write_tiny_model(tmp_path / "model"), dtype="float32").runner.model.config == tiny_config()
 
