@@ -15,15 +15,17 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import platformdirs
-
 CACHE_VARIABLE = "GPTFAST_CACHE"
 
 
 def get_cache_dir() -> Path:
     """The root of the cache; not created, perhaps not writable."""
     override = os.environ.get(CACHE_VARIABLE)
-    return Path(override).expanduser() if override else Path(platformdirs.user_cache_dir("gptfast"))
+    if override:
+        return Path(override).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("gptfast"))
 
 
 @functools.cache

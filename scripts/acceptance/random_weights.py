@@ -1,0 +1,210 @@
+"""Matrices and models of random weights, made on the device in the form that the kernels read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from gptfast.config import ModelConfig
+from gptfast.kernels.cuda.packing import (
+    ALIGNMENT,
+    DTYPES,
+    MIDDLES,
+    WEIGHTS_PER_WORD,
+    Kind,
+    PackedWeight,
+    pack,
+    pad_columns,
+    unpack,
+)
+from gptfast.linear import Embedding, TritonEmbedding, TritonLinear, TritonMatrix
+from gptfast.model import Transformer
+
+FLOAT8_SCALE = 1 / 64
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a matrix is held.
+
+    Attributes:
+        kind: of a weight.
+        group_size: inputs that share a scale; None for a scale per row, or none of bf16 and fp16.
+        has_mins: whether each group has a least value of its own.
+    """
+
+    kind: Kind
+    group_size: int | None = None
+    has_mins: bool = False
+
+    @property
+    def name(self) -> str:
+        """For reports: `int4 g32 mins`."""
+        if self.kind in ("bf16", "fp16"):
+            return self.kind
+        group = "channel" if self.group_size is None else f"g{self.group_size}"
+        return f"{self.kind} {group}{' mins' if self.has_mins else ''}"
+
+    def fits(self, in_features: int) -> bool:
+        """Whether groups divide the rows."""
+        return self.group_size is None or in_features % self.group_size == 0
+
+
+BF16, FP8, INT8 = Format("bf16"), Format("fp8"), Format("int8")
+INT4_G32, INT4_G128 = Format("int4", 32), Format("int4", 128)
+
+
+def draw_packed(form: Format, out_features: int, in_features: int, generator: torch.Generator) -> PackedWeight:
+    """A matrix (out_features, in_features) on the generator's device whose products with normal inputs are near 1.
+
+    Integers are drawn as bits, evenly, with scales that differ by group; nothing is quantized.
+    """
+    return draw_on(generator.device, generator, form, out_features, in_features)
+
+
+def describe_packed(form: Format, out_features: int, in_features: int) -> PackedWeight:
+    """The same without memory."""
+    return draw_on(torch.device("meta"), None, form, out_features, in_features)
+
+
+def draw_on(
+    device: torch.device, generator: torch.Generator | None, form: Format, out_features: int, in_features: int
+) -> PackedWeight:
+    """`draw_packed` on a device."""
+
+    def draw_factors(groups: int) -> Tensor:
+        """Float32 between 0.75 and 1.25."""
+        return 0.75 + torch.rand(out_features, groups, device=device, generator=generator) / 2
+
+    if form.kind in DTYPES:
+        values = torch.empty(out_features, in_features, dtype=torch.bfloat16, device=device)
+        size = in_features**-0.5 / (FLOAT8_SCALE if form.kind == "fp8" else 1)
+        values = values.normal_(0.0, size, generator=generator).to(DTYPES[form.kind])
+        if form.kind != "fp8":
+            return pack(values)
+        words = pad_columns(values.view(torch.uint8), ALIGNMENT).contiguous().view(torch.int32)
+        return PackedWeight("fp8", words, in_features, (FLOAT8_SCALE * draw_factors(1)).bfloat16())
+    width = -(-in_features // ALIGNMENT) * ALIGNMENT
+    shape = out_features, width // WEIGHTS_PER_WORD[form.kind]
+    words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device, generator=generator)
+    groups = 1 if form.group_size is None else width // form.group_size
+    # Of evenly distributed codes the deviation is the middle / sqrt(3).
+    middle = MIDDLES[form.kind]
+    scales = (in_features**-0.5 * 3**0.5 / middle * draw_factors(groups)).bfloat16()
+    mins = None
+    if form.has_mins:
+        # Codes of int4 then count from 0, so that the least value is that of -8 without.
+        offset = -middle if form.kind == "int4" else middle / 8
+        mins = (offset * scales.float() * draw_factors(groups)).bfloat16()
+    return PackedWeight(form.kind, words, in_features, scales, mins)
+
+
+def count_bytes(weight: PackedWeight) -> int:
+    """That a product reads of it."""
+    return sum(values.nbytes for values in (weight.words, weight.scales, weight.mins) if values is not None)
+
+
+def build_model(
+    config: ModelConfig,
+    form: Format | Literal["dense"],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    head: Format | None = None,
+    exact_rows: bool = False,
+    seed: int = 0,
+) -> Transformer:
+    """A model with random matrices of that form, its embedding and output layer of `head` where that is given.
+
+    An embedding that is not the output layer too is bf16. `dense` matrices are multiplied by the library.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.device("meta"):
+        model = Transformer(config).to(dtype)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear | nn.Embedding):
+            is_last = name == "output" or (name == "tok_embeddings" and config.tie_word_embeddings)
+            chosen: Format | Literal["dense"] = form
+            if name == "tok_embeddings" and not is_last:
+                chosen = "dense"
+            elif is_last and head is not None:
+                chosen = head
+            model.set_submodule(name, make_layer(module, chosen, dtype, generator, exact_rows))
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                value = torch.zeros if name == "bias" else torch.ones
+                fresh = value(parameter.shape, dtype=dtype, device=device)
+                setattr(module, name, nn.Parameter(fresh, requires_grad=False))
+    model.set_kernels("triton")
+    return model.eval()
+
+
+def make_layer(
+    module: nn.Linear | nn.Embedding,
+    form: Format | Literal["dense"],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    exact_rows: bool,
+) -> nn.Module:
+    """What takes the place of a layer that is on `meta`."""
+    rows, columns = module.weight.shape
+    if form == "dense":
+        weight = torch.empty(rows, columns, dtype=dtype, device=generator.device)
+        weight.normal_(0.0, columns**-0.5, generator=generator)
+        module.weight = nn.Parameter(weight, requires_grad=False)
+        return module
+    matrix = TritonMatrix(draw_packed(form, rows, columns, generator), form.name)
+    if isinstance(module, nn.Embedding):
+        return TritonEmbedding(matrix, dtype=dtype, exact_rows=exact_rows)
+    packed = TritonLinear([matrix], exact_rows=exact_rows)
+    packed.bias = module.bias
+    return packed
+
+
+def expand_model(model: Transformer, form: Literal["bf16", "dense"], *, exact_rows: bool = False) -> Transformer:
+    """The same model with its packed matrices as floats of the activations' dtype; other layers are shared.
+
+    A `dense` one multiplies and attends by torch's own operators alone. Caches are its own.
+    """
+    with torch.device("meta"):
+        expanded = Transformer(model.config)
+    expanded.set_kernels(None if form == "dense" else model.kernels)
+    for name in {name.rpartition(".")[0] for name, _ in expanded.named_parameters()}:
+        module = model.get_submodule(name)
+        if isinstance(module, TritonLinear | TritonEmbedding):
+            expand = expand_packed if form == "bf16" else expand_dense
+            expanded.set_submodule(name, expand(module, model.dtype, exact_rows))
+        else:
+            expanded.set_submodule(name, module)
+    return expanded.eval()
+
+
+def expand_packed(module: TritonLinear | TritonEmbedding, dtype: torch.dtype, exact_rows: bool) -> nn.Module:
+    """A layer of bfloat16 for our kernels."""
+    matrices = [module.matrix] if isinstance(module, TritonEmbedding) else module.matrices
+    parts = [TritonMatrix(pack(unpack(matrix.weight).bfloat16()), BF16.name) for matrix in matrices]
+    if isinstance(module, TritonEmbedding):
+        return TritonEmbedding(parts[0], dtype=dtype, exact_rows=exact_rows)
+    layer = TritonLinear(parts, exact_rows=exact_rows)
+    layer.bias = module.bias
+    return layer
+
+
+def expand_dense(module: TritonLinear | TritonEmbedding, dtype: torch.dtype, exact_rows: bool) -> nn.Module:
+    """A layer for torch's own products."""
+    matrices = [module.matrix] if isinstance(module, TritonEmbedding) else module.matrices
+    weight = torch.cat([unpack(matrix.weight).to(dtype) for matrix in matrices])
+    with torch.device("meta"):
+        rows, columns = weight.shape
+        embedding, linear = Embedding(rows, columns), nn.Linear(columns, rows, bias=False)
+    parameter = nn.Parameter(weight, requires_grad=False)
+    if isinstance(module, TritonEmbedding):
+        embedding.weight = parameter
+        return embedding
+    linear.weight = parameter
+    linear.register_parameter("bias", module.bias)
+    return linear

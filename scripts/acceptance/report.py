@@ -1,0 +1,76 @@
+"""What all sections found, in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from acceptance.findings import list_failed, read_json
+
+
+def read_sections(names: Sequence[str], out: Path) -> list[dict[str, Any]]:
+    """The objects of those that have a file, in order."""
+    return [fields for name in names if (fields := read_json(out / f"{name}.json"))]
+
+
+def format_report(sections: Sequence[Mapping[str, Any]]) -> str:
+    """A title, how every section ended, what failed with what to look at, and the tables."""
+    blocks = ["# GPU acceptance", format_facts(sections), format_overview(sections)]
+    failures = list_failures(sections)
+    if failures:
+        blocks += ["## What failed", "\n".join(f"- {failure}" for failure in failures)]
+    for fields in sections:
+        if fields["tables"]:
+            blocks.append(f"## {fields['section']}")
+        for table in fields["tables"]:
+            blocks.append(f"### {table['title']}\n\n{format_markdown([table['columns'], *table['rows']])}")
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def format_facts(sections: Sequence[Mapping[str, Any]]) -> str:
+    """What the sections noted that is a word or a number, a line for each section."""
+    lines = []
+    for fields in sections:
+        plain = {name: value for name, value in fields["facts"].items() if isinstance(value, str | int | float)}
+        if plain:
+            facts = ", ".join(f"{name} {format_value(value)}" for name, value in plain.items())
+            lines.append(f"- {fields['section']}: {facts}")
+    return "\n".join(lines)
+
+
+def format_value(value: str | float) -> str:
+    """A number with as many digits as mean something."""
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def format_overview(sections: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each section."""
+    rows = [["section", "status", "checks passed", "seconds", "date"]]
+    for fields in sections:
+        n_checks = len(fields["checks"])
+        passed = f"{n_checks - len(list_failed(fields))} of {n_checks}"
+        rows.append([fields["section"], fields["status"], passed, f"{fields['seconds']:.0f}", fields["date"]])
+    return format_markdown(rows)
+
+
+def list_failures(sections: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Every check that failed and every section that did not end well, each with what to look at."""
+    failures = []
+    for fields in sections:
+        name = fields["section"]
+        failures += [
+            f"{name}: {check['name']}: {check['found']}; look at {check['look_at']}" for check in list_failed(fields)
+        ]
+        if fields["error"]:
+            status = fields["status"].replace("_", " ")
+            lines = "\n".join(f"      {line}" for line in fields["error"])
+            failures.append(f"{name}: {status}; look at {name}.log\n\n{lines}\n")
+    return failures
+
+
+def format_markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first row is its head."""
+    head, *body = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
