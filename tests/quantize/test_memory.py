@@ -63,6 +63,9 @@ print(json.dumps({"above_imports_bytes": peak - before}))
 """
 
 
+ALLOCATION = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+"""What is freed goes back to the system at once, as matrices of a real model's size do."""
+
 WriteSource = Callable[[Path, ModelConfig], Path]
 
 
@@ -98,11 +101,10 @@ def measure(
     shard_bytes: int,
     mode: str = "int4",
     write: WriteSource = write_model,
-    **environment: str,
 ) -> int:
     small = write(tmp_path / "small", FAMILIES["llama-tied"])
     source = write(tmp_path / "in", config)
-    outcome = run_process("-c", SCRIPT, small, source, tmp_path / "out", shard_bytes, mode, **environment)
+    outcome = run_process("-c", SCRIPT, small, source, tmp_path / "out", shard_bytes, mode, **ALLOCATION)
     assert outcome.exit_code == 0, outcome.stderr
     above: int = outcome.json["above_imports_bytes"]
     return above
@@ -129,9 +131,7 @@ def test_gptq_takes_one_block_and_the_statistics_of_one_layer_more(tmp_path: Pat
     block_bytes = 4 * sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers.0."))
     statistics_bytes = 40 * config.ffn_dim**2
     bound = 2 * largest_bytes + shard_bytes + block_bytes + statistics_bytes
-    # What is freed goes back to the system at once, as matrices of a real model's size do.
-    allocation = {"MALLOC_MMAP_THRESHOLD_": "131072"}
-    assert measure(tmp_path, config, shard_bytes, "int4-gptq", **allocation) < bound
+    assert measure(tmp_path, config, shard_bytes, "int4-gptq") < bound
 
 
 @pytest.mark.slow
