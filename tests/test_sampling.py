@@ -13,7 +13,15 @@ from torch import Tensor
 
 from gptfast.config import SamplingConfig
 from gptfast.errors import UserError
-from gptfast.sampling import Sampler, SamplingTensors, adjust_logits, choose_tokens, find_kth_largest, sample
+from gptfast.sampling import (
+    DIGIT_BITS,
+    Sampler,
+    SamplingTensors,
+    adjust_logits,
+    choose_tokens,
+    find_kth_largest,
+    sample,
+)
 from tests.reference.sampling import chi_square, chi_square_limit, target_distribution, top_p_set
 
 V = 40
@@ -472,11 +480,16 @@ def test_values_on_the_device_choose_the_same_tokens_to_the_bit(
     assert torch.equal(choose_tokens(logits[None], values, places, rows, seen), expected)
 
 
+@pytest.mark.parametrize("digit_bits", [1, 3, 4])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_values_on_the_device_may_be_of_a_large_vocabulary(name: str) -> None:
+def test_values_on_the_device_may_be_of_a_large_vocabulary(
+    name: str, digit_bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logits, sampling = make_logits(size=50_000)[None], SETTINGS[name]
     seen = mark_seen(SEEN, 50_000) if sampling.kind.has_penalty else None
-    assert torch.equal(adjust_logits(logits, put_on_device(sampling), seen), adjust_logits(logits, sampling, seen))
+    expected = adjust_logits(logits, sampling, seen)
+    monkeypatch.setitem(DIGIT_BITS, "cpu", digit_bits)
+    assert torch.equal(adjust_logits(logits, put_on_device(sampling), seen), expected)
 
 
 @settings(deadline=None, max_examples=200)
@@ -488,7 +501,9 @@ def test_a_k_of_the_device_finds_the_kth_largest(values: list[float], k: int) ->
     assert torch.equal(find_kth_largest(logits, torch.tensor(k)), expected)
 
 
-def test_a_k_of_the_device_counts_what_was_left_out() -> None:
+@pytest.mark.parametrize("digit_bits", [1, 4])
+def test_a_k_of_the_device_counts_what_was_left_out(digit_bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DIGIT_BITS, "cpu", digit_bits)
     logits = torch.tensor([[0.0, -math.inf, -3.0, -0.0, -math.inf]])
     for k, expected in ((1, 0.0), (2, 0.0), (3, -3.0), (4, -math.inf), (9, -math.inf)):
         assert find_kth_largest(logits, torch.tensor(k)).item() == expected
