@@ -74,12 +74,21 @@ def execute(entry: click.Command, program: str) -> NoReturn:
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
         click.echo(f"error: {name}{error.strerror or error}; check the path, its permissions and the disk", err=True)
+        discard_unwritten()
         sys.exit(USAGE_ERROR)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(128 + signal.SIGINT)
+
+
+def discard_unwritten() -> None:
+    """Have Python not try again, at its end, to write what a full disk has refused, and complain a second time."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def show_log_lines() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.reference.sessions import (
+    ENVIRONMENT,
     PROMPT,
     ROOT,
     CommandLine,
@@ -27,7 +28,7 @@ def run_redirected(redirection: str, *arguments: str | int | Path) -> Outcome:
     finished = subprocess.run(
         ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "gptfast", *map(str, arguments)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | ENVIRONMENT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         encoding="utf-8",

@@ -27,6 +27,8 @@ from tests.reference.families import FAMILIES, random_weights
 from tests.reference.tokenizers import train_byte_level, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+"""Of processes: the package is importable from any directory, and output is buffered, as users have it."""
 PROMPT = "Once upon a time, there was a little"
 CONTEXT = 2304
 """Tokens: more than a cache holds before it has to grow."""
@@ -170,11 +172,11 @@ def restored_logger(name: str) -> Iterator[None]:
 
 
 def start_process(*arguments: str | int | Path, cwd: str | Path = ROOT, **environment: str) -> subprocess.Popen[str]:
-    """Start `python ARGUMENTS` with all three streams piped; the package is importable from any directory."""
+    """Start `python ARGUMENTS` with all three streams piped; see `ENVIRONMENT`."""
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        env=os.environ | ENVIRONMENT | environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
