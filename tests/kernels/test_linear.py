@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from gptfast.kernels import ops
 from gptfast.kernels.packing import can_pack, pack
 from gptfast.quantization import QuantizedWeight
+from tests.reference.quantized_weights import draw_k_quant, draw_quantized
 
 ROWS = (1, 2, 3, 5, 8, 16, 17, 64)
 GROUPS = (32, 64, 128, None)
@@ -35,45 +37,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def make_weight(
-    rows: int, columns: int, bits: int, group_size: int | None, *, zeros: bool = False, mins: bool = False
-) -> QuantizedWeight:
-    generator = torch.Generator().manual_seed(rows * columns + bits)
-    is_signed = bits == 8 or not (zeros or mins)
-    low = -(2 ** (bits - 1)) if is_signed else 0
-    codes = torch.randint(low, low + 2**bits, (rows, columns), dtype=torch.int8, generator=generator)
-    shape = (rows, columns // (group_size or columns))
-    scales = (torch.rand(shape, generator=generator) + 0.1) / 2**bits
-    return QuantizedWeight(
-        codes,
-        scales.bfloat16().float(),
-        bits,
-        zeros=torch.randint(low, low + 2**bits, shape, dtype=torch.int8, generator=generator) if zeros else None,
-        mins=torch.randn(shape, generator=generator).half().float() if mins else None,
-    )
-
-
-def make_super_weight(rows: int, columns: int, bits: int) -> QuantizedWeight:
-    """A K-quant: of 4 bits with mins and groups of 32, of 6 with groups of 16."""
-    generator = torch.Generator().manual_seed(bits)
-    group = 32 if bits == 4 else 16
-    low, limit = (0, 64) if bits == 4 else (-128, 128)
-    codes = torch.randint(0, 2**bits, (rows, columns), dtype=torch.int8, generator=generator)
-    super_scales = (torch.rand(rows, columns // 256, generator=generator) / 1000).half().float()
-    super_mins = -super_scales.flip(0)
-    repeat = 256 // group
-    small = torch.randint(low, limit, (rows, columns // group), generator=generator).float()
-    small_mins = torch.randint(0, 64, (rows, columns // group), generator=generator).float()
-    return QuantizedWeight(
-        codes if bits == 4 else codes - 32,
-        small * super_scales.repeat_interleave(repeat, 1),
-        bits,
-        mins=small_mins * super_mins.repeat_interleave(repeat, 1) if bits == 4 else None,
-        super_scales=super_scales,
-        super_mins=super_mins if bits == 4 else None,
-    )
-
-
 def make_inputs(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
 
@@ -88,7 +51,7 @@ def multiply(x: Tensor, weight: Tensor | QuantizedWeight, *, rounds_inputs: bool
 
 
 def check_product(columns: int, out_features: int, group_size: int | None, bits: int) -> None:
-    weight = make_weight(out_features, columns, bits, group_size)
+    weight = draw_quantized(out_features, columns, bits, group_size)
     packed, dense = pack(weight), weight.dequantize()
     x = make_inputs(max(ROWS), columns)
     expected = x.double() @ dense.double().T if dense.numel() <= LARGEST_QUICK else x @ dense.T
@@ -124,8 +87,8 @@ def test_equals_the_dequantized_product_of_large_ones(
 @pytest.mark.parametrize("offset", ["zeros", "mins"])
 @pytest.mark.parametrize("group_size", GROUPS)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_zeros_and_mins(bits: int, group_size: int | None, offset: str) -> None:
-    weight = make_weight(72, 256, bits, group_size, **{offset: True})
+def test_zeros_and_mins(bits: int, group_size: int | None, offset: Literal["zeros", "mins"]) -> None:
+    weight = draw_quantized(72, 256, bits, group_size, offset)
     for rows in ROWS:
         x = make_inputs(rows, 256)
         assert measure_error(multiply(x, weight), x, weight.dequantize()) < EXACT
@@ -134,7 +97,7 @@ def test_zeros_and_mins(bits: int, group_size: int | None, offset: str) -> None:
 
 @pytest.mark.parametrize("bits", [4, 6])
 def test_k_quants(bits: int) -> None:
-    weight = make_super_weight(40, 768, bits)
+    weight = draw_k_quant(40, 768, bits)
     assert can_pack(weight)
     assert pack(weight).numel() * 8 / weight.codes.numel() < {4: 4.7, 6: 6.6}[bits] * 48 / 40  # 40 rows fill 48
     for rows in ROWS:
@@ -155,7 +118,7 @@ def test_dense_matrices_of_any_width(columns: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rounds_inputs", [False, True])
 def test_one_scale_per_channel_takes_any_width(rounds_inputs: bool) -> None:
-    weight = make_weight(33, 90, 8, None)
+    weight = draw_quantized(33, 90, 8, None)
     x = make_inputs(3, 90)
     found = multiply(x, weight, rounds_inputs=rounds_inputs)
     assert measure_error(found, x, weight.dequantize()) < (ROUNDED if rounds_inputs else EXACT)
@@ -165,12 +128,12 @@ ALL_KINDS = [
     make_inputs(65, 256),
     make_inputs(65, 256).half(),
     make_inputs(65, 256).bfloat16(),
-    make_weight(65, 256, 4, 32),
-    make_weight(65, 256, 4, 64, mins=True),
-    make_weight(65, 256, 8, None),
-    make_weight(65, 256, 8, 128, zeros=True),
-    make_super_weight(65, 256, 4),
-    make_super_weight(65, 256, 6),
+    draw_quantized(65, 256, 4, 32),
+    draw_quantized(65, 256, 4, 64, offset="mins"),
+    draw_quantized(65, 256, 8, None),
+    draw_quantized(65, 256, 8, 128, offset="zeros"),
+    draw_k_quant(65, 256, 4),
+    draw_k_quant(65, 256, 6),
 ]
 
 
@@ -201,7 +164,7 @@ def test_threads_do_not_change_the_result(weight: Tensor | QuantizedWeight, thre
 
 
 def test_several_callers_at_once() -> None:
-    weight, x = make_weight(512, 256, 4, 32), make_inputs(4, 256)
+    weight, x = draw_quantized(512, 256, 4, 32), make_inputs(4, 256)
     packed = pack(weight)
     expected = ops.linear(x, packed, out_features=512, rounds_inputs=True)
     wrong: list[Tensor] = []
@@ -223,7 +186,7 @@ def test_several_callers_at_once() -> None:
 @pytest.mark.parametrize("rows", [3, 40])
 @pytest.mark.parametrize("rounds_inputs", [False, True])
 def test_bfloat16_inputs(rows: int, rounds_inputs: bool) -> None:
-    weight, x = make_weight(65, 256, 4, 32), make_inputs(rows, 256).bfloat16()
+    weight, x = draw_quantized(65, 256, 4, 32), make_inputs(rows, 256).bfloat16()
     found = multiply(x, weight, rounds_inputs=rounds_inputs)
     assert found.dtype == torch.bfloat16
     assert measure_error(found.float(), x, weight.dequantize()) < 2e-2
@@ -238,7 +201,7 @@ def test_a_bias_is_added(rows: int, dtype: torch.dtype) -> None:
 
 
 def test_inputs_of_any_shape_and_layout() -> None:
-    weight, x = make_weight(24, 64, 8, None), make_inputs(64, 12).T
+    weight, x = draw_quantized(24, 64, 8, None), make_inputs(64, 12).T
     flat = multiply(x.contiguous(), weight)
     assert torch.equal(multiply(x, weight), flat)
     assert torch.equal(multiply(x.reshape(3, 4, 64), weight), flat.view(3, 4, 24))
@@ -246,7 +209,7 @@ def test_inputs_of_any_shape_and_layout() -> None:
 
 
 def test_a_nan_in_the_inputs_reaches_every_output() -> None:
-    weight, x = make_weight(24, 64, 4, 32), make_inputs(2, 64)
+    weight, x = draw_quantized(24, 64, 4, 32), make_inputs(2, 64)
     x[1, 5] = torch.nan
     for rounds_inputs in (False, True):
         found = multiply(x, weight, rounds_inputs=rounds_inputs)
@@ -265,7 +228,7 @@ def test_an_embedding_is_the_dequantized_row(weight: Tensor | QuantizedWeight) -
 
 
 def test_scales_are_held_in_two_bytes_only_where_that_is_exact() -> None:
-    weight = make_weight(32, 256, 4, 32)
+    weight = draw_quantized(32, 256, 4, 32)
     fine = QuantizedWeight(weight.codes, weight.scales * 1.0001, 4)
     assert pack(fine).numel() - pack(weight).numel() == 2 * weight.scales.numel()
     x = make_inputs(1, 256)
@@ -273,7 +236,7 @@ def test_scales_are_held_in_two_bytes_only_where_that_is_exact() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    weight = make_weight(32, 64, 4, 32)
+    weight = draw_quantized(32, 64, 4, 32)
     packed = pack(weight)
     with pytest.raises(ValueError, match="cannot be multiplied"):
         ops.linear(make_inputs(1, 96), packed, out_features=32)
@@ -295,7 +258,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("rounds_inputs", [False, True])
 def test_operators_are_what_they_say_to_the_compiler(rounds_inputs: bool) -> None:
-    packed, bias = pack(make_weight(24, 64, 4, 32)), torch.ones(24)
+    packed, bias = pack(draw_quantized(24, 64, 4, 32)), torch.ones(24)
     for x in (make_inputs(3, 64), make_inputs(20, 64).bfloat16()):
         torch.library.opcheck(torch.ops.gptfast.linear.default, (x, packed, bias, 24, rounds_inputs))
     tokens = torch.tensor([[1, 2]])
