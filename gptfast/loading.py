@@ -106,7 +106,11 @@ def load_model(
                 _read_matrix(checkpoint, source, shape, dtype, weights, kernels) for source, shape in sources.items()
             ]
         if not matrices or not all(can_pack(kernels, matrix) for matrix, _ in matrices):
-            weight = _read_parameter(checkpoint, sources, parameter.shape, device, dtype, weights)
+            weight = (
+                expand([matrix for matrix, _ in matrices], device, dtype)
+                if matrices
+                else _read_parameter(checkpoint, sources, parameter.shape, device, dtype, weights)
+            )
             for source, shape in sources.items():
                 scheme = choose_scheme(checkpoint, source, shape[-1], weights) if parameter.dim() == 2 else None
                 if scheme is not None:
@@ -321,6 +325,11 @@ def _read_parameter(
     if len(shape) == 1 or weights in ("stored", "fp32"):
         return _read_dense(checkpoint, sources, shape, device, dtype)
     matrices = [_read_matrix(checkpoint, source, part, dtype, weights, None)[0] for source, part in sources.items()]
+    return expand(matrices, device, dtype)
+
+
+def expand(matrices: Sequence[Tensor | QuantizedWeight], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Their rows below each other as one dense matrix."""
     values = [matrix if isinstance(matrix, Tensor) else matrix.dequantize() for matrix in matrices]
     return torch.cat(values).to(device, dtype)
 
