@@ -16,8 +16,9 @@ import torch
 from gptfast.cpu import describe_cpu
 from gptfast.kernels import build, ops
 from gptfast.quantization import QuantizedWeight
-from tests.kernels.test_linear import ALL_KINDS, EXACT, make_inputs, make_weight, measure_error, multiply
+from tests.kernels.test_linear import ALL_KINDS, EXACT, make_inputs, measure_error, multiply
 from tests.reference.attention import attend, make_cache
+from tests.reference.quantized_weights import draw_quantized
 from tests.reference.sessions import Outcome, start_process
 
 MACHINES = {
@@ -266,7 +267,7 @@ def check_that_it_computes(name: str, flags: Sequence[str], monkeypatch: pytest.
     """Products of each kind of weights, and attention over each kind of cache, against float64."""
     build.load_library(name, flags)
     monkeypatch.setattr(torch.ops, "gptfast", getattr(torch.ops, name))
-    others = [make_inputs(65, 90), make_weight(40, 96, 8, 32), make_weight(33, 90, 4, None)]
+    others = [make_inputs(65, 90), draw_quantized(40, 96, 8, 32), draw_quantized(33, 90, 4, None)]
     for weight in [*ALL_KINDS, *others]:
         check_products(weight)
     torch.manual_seed(0)
