@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -68,6 +70,8 @@ class CudaGraphs:
             destination.copy_(source, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._copying)
+        # Its memory is not handed out again before it was copied.
+        source.record_stream(self._copying)
 
         def wait() -> list[Any]:
             done.synchronize()
@@ -75,6 +79,51 @@ class CudaGraphs:
             return values
 
         return wait
+
+
+class Moment(Protocol):
+    """When all work that was asked for before is done, by the clock of who does it."""
+
+    def count_seconds_since(self, earlier: Any) -> float:
+        """From an `earlier` moment of the same device; waits for this one."""
+
+
+@dataclass(frozen=True)
+class HostMoment:
+    """A `Moment` of a device that works while the host waits; `seconds` by the host's clock."""
+
+    seconds: float
+
+    def count_seconds_since(self, earlier: HostMoment) -> float:
+        """See `Moment.count_seconds_since`."""
+        return self.seconds - earlier.seconds
+
+
+@dataclass(frozen=True)
+class CudaMoment:
+    """A `Moment` of a GPU, which the host runs ahead of: an event in its stream."""
+
+    event: Any
+
+    def count_seconds_since(self, earlier: CudaMoment) -> float:
+        """See `Moment.count_seconds_since`."""
+        self.event.synchronize()
+        milliseconds: float = earlier.event.elapsed_time(self.event)
+        return milliseconds / 1000
+
+
+def note_moment(device: torch.device) -> Moment:
+    """The moment that is now for who asks the device for work."""
+    if device.type != "cuda":
+        return HostMoment(time.perf_counter())
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return CudaMoment(event)
+
+
+def send_ids(ids: Sequence[int], device: torch.device) -> Tensor:
+    """Token ids as (n,) int64 on the device; the host does not wait for them to arrive."""
+    return torch.tensor(ids, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 @functools.cache

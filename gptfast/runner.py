@@ -11,16 +11,17 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gptfast.compilation import CompilationError, CompileStatistics, Step, compile_for_recording, compile_step
 from gptfast.config import SamplingConfig
-from gptfast.decode import decode_one_token, prefill, verify
+from gptfast.decode import MOST_VERIFIED, decode_one_token, prefill, verify
 from gptfast.errors import PromptError
-from gptfast.graphs import GraphBackend
+from gptfast.graphs import Fetched, GraphBackend, Moment, note_moment, send_ids
 from gptfast.memory import get_available_memory
 from gptfast.model import Transformer
-from gptfast.replay import RecordedSteps
+from gptfast.replay import CAUGHT_UP, ROUND_SIZES, RecordedSteps, get_round_size
 from gptfast.sampling import Sampler
 
 logger = logging.getLogger(__name__)
@@ -31,9 +32,6 @@ KV_ALIGNMENT = 32
 """Slots: attention on a CPU reads the filled part of the cache rounded up to this, which keeps its loops whole."""
 SMALLEST_KV_GRAPH = 256
 """Slots: on CUDA it reads the filled part rounded up to this or a power of two above, each a CUDA graph."""
-MOST_VERIFIED = 16
-"""Tokens of a draft, and the one before it, that are verified at once; the CPU's products cost little more for a few
-rows than for one, and each twice that for twice as many from about 8 on."""
 INITIAL_CAPACITY = {"cpu": 2048, "cuda": 8192}
 """Tokens: what the cache holds before it has to grow; growing costs a copy, and on CUDA new graphs."""
 
@@ -144,26 +142,34 @@ class Runner:
 
     @torch.no_grad()
     def warm_up(
-        self, prompt_tokens: int | None = None, *, sampling: SamplingConfig = GREEDY, verifies: bool = False
+        self,
+        prompt_tokens: int | None = None,
+        *,
+        sampling: SamplingConfig = GREEDY,
+        verifies: bool = False,
+        drafts_for: int | None = None,
     ) -> None:
         """Compile the steps that generating from a prompt of that length needs, or from any prompt if None.
 
-        `sampling` is how tokens will be chosen, which is a part of the recorded steps of `extend`. `verifies` is for
-        who calls `verify` and `decode` instead; on CUDA each size is compiled when it is first needed.
+        `sampling` is how tokens will be chosen, which is a part of recorded steps. `verifies` is for who calls
+        `accept` instead of `extend`, and `drafts_for`, the target's number of ids, for who calls `draft`.
         """
         sizes = PREFILL_CHUNKS if prompt_tokens is None else plan_chunks(prompt_tokens)
         for size in sorted(set(sizes), reverse=True):
             self._get_step(prefill, size)
         if self._recorded is not None:
-            # Who verifies asks for logits alone, as the choice depends on what was proposed.
             if verifies:
-                self._recorded.get_reader(1)
+                for size in ROUND_SIZES:
+                    self._recorded.get_round(sampling.kind, size)
+            elif drafts_for is not None:
+                self._recorded.get_catcher(sampling.kind, min(drafts_for, self.vocab_size))
             else:
                 self._recorded.get_extender(sampling.kind)
             return
         self._get_step(decode_one_token, 1)
-        if verifies and self.device.type == "cpu":
-            self._get_step(verify, ANY_SIZE)
+        if verifies or drafts_for is not None:
+            for size in ROUND_SIZES[1:] if self.device.type == "cuda" else [ANY_SIZE]:
+                self._get_step(verify, size)
 
     @torch.no_grad()
     def prefill(self, tokens: Sequence[int], start: int = 0) -> Tensor:
@@ -217,14 +223,63 @@ class Runner:
         the CPU kernels or CUDA's own do the products. What is rejected afterwards need not be cleared: positions tell
         which slots are filled.
         """
-        size = tokens.shape[0]
-        assert 2 <= size <= MOST_VERIFIED
-        self.reserve(position + size)
+        count = tokens.shape[0]
+        assert 2 <= count <= MOST_VERIFIED
+        self.reserve(position + count)
+        has_sizes = self._recorded is not None or self.device.type == "cuda"
+        size = get_round_size(count) if has_sizes else count
+        tokens = F.pad(tokens, (0, size - count))[None]
         if self._recorded is not None:
-            return self._recorded.read(tokens[None], position)[0].clone()
+            return self._recorded.read(tokens, position)[0, :count].clone()
         input_pos = self._positions[position : position + size].clone()
-        step = self._get_step(verify, size if self.device.type == "cuda" else ANY_SIZE)
-        return step(self.model, tokens[None], input_pos, self._get_kv_pos(position + size))[0]
+        step = self._get_step(verify, size if has_sizes else ANY_SIZE)
+        return step(self.model, tokens, input_pos, self._get_kv_pos(position + count))[0, :count]
+
+    @torch.no_grad()
+    def accept(self, sampler: Sampler, last: int, drafted: Tensor, position: int) -> list[int]:
+        """The next tokens of a single row, whose token at `position` is `last`, as `Sampler.accept` chooses them.
+
+        `drafted` (n,) int64 are the up to `MOST_VERIFIED` - 1 tokens that a draft has after it; of none, this is a
+        plain step.
+        """
+        self.reserve(position + 1 + drafted.shape[0])
+        if self._recorded is not None:
+            return self._recorded.accept(sampler, last, drafted, position)
+        tokens = torch.cat([torch.full((1,), last, device=self.device), drafted])
+        logits = self.verify(tokens, position) if len(drafted) else self.decode(tokens, position)
+        return sampler.accept(logits, position + 1, drafted)
+
+    @torch.no_grad()
+    def draft(self, sampler: Sampler, tokens: Sequence[int], position: int, count: int, vocab_size: int) -> Tensor:
+        """The `count` tokens (count,) int64 with which a single row goes on after its tokens from `position` on.
+
+        They are what `sampler` would choose by this model, of the first `vocab_size` ids, and it does not remember
+        them; the last of them is not read. On CUDA the host does not wait for any.
+        """
+        vocab_size = min(vocab_size, self.vocab_size)
+        at_once = MOST_VERIFIED if self._recorded is None else CAUGHT_UP
+        self.reserve(position + len(tokens) + count - 1)
+        if len(tokens) > at_once:
+            self.prefill(tokens[:-1], position)
+            tokens, position = tokens[-1:], position + len(tokens) - 1
+        if self._recorded is not None:
+            return self._recorded.draft(sampler, tokens, position, count, vocab_size)
+        ids, place = send_ids(tokens, self.device), position + len(tokens)
+        logits = self.decode(ids, position) if len(tokens) == 1 else self.verify(ids, position)[-1:]
+        drafted = torch.empty(count, dtype=torch.int64, device=self.device)
+        for i in range(count):
+            drafted[i : i + 1] = sampler.propose(logits[:, :vocab_size], place + i, drafted[:i])
+            if i + 1 < count:
+                logits = self.decode(drafted[i : i + 1], place + i)
+        return drafted
+
+    def fetch(self, values: Tensor) -> Fetched:
+        """Begin to copy a tensor to the host; see `GraphBackend.fetch`."""
+        return values.tolist if self.graphs is None else self.graphs.fetch(values)
+
+    def note_moment(self) -> Moment:
+        """When the device has done what it was asked for so far."""
+        return note_moment(self.device)
 
     @contextlib.contextmanager
     def separate_kernels(self) -> Iterator[None]:

@@ -47,6 +47,7 @@ class SamplingTensors:
 
     def __init__(self, kind: SamplingKind, device: torch.device | str) -> None:
         self.kind = kind
+        self._loaded: SamplingConfig | None = None
         self.temperature = torch.ones((), device=device)
         self.top_k = torch.zeros((), dtype=torch.int64, device=device)
         self.top_p = torch.ones((), device=device)
@@ -57,6 +58,9 @@ class SamplingTensors:
     def load(self, sampling: SamplingConfig) -> None:
         """Take the values of a configuration of this kind."""
         assert sampling.kind == self.kind
+        if sampling == self._loaded:
+            return
+        self._loaded = sampling
         self.temperature.fill_(sampling.temperature)
         self.top_k.fill_(sampling.top_k or 0)
         self.top_p.fill_(sampling.top_p)
@@ -93,7 +97,7 @@ class Sampler:
     def choose(self, logits: Tensor, position: int) -> Tensor:
         """The next token of every text, (B,) int64 for `position`, from (B, V) logits."""
         tokens = sample(logits, self.sampling, self._get_positions(position, 1), rows=self.rows, seen=self.seen)
-        self._remember(tokens[:, None])
+        self.remember(tokens[:, None])
         return tokens
 
     def propose(self, logits: Tensor, position: int, drafted: Tensor) -> Tensor:
@@ -102,7 +106,7 @@ class Sampler:
         `logits` (1, V or less) are those of a draft model. The noise is that of `choose` there, so a draft model that
         knows the target's probabilities chooses the target's token.
         """
-        seen = None if self.seen is None else self._see_each(drafted)[-1:, : logits.shape[-1]]
+        seen = None if self.seen is None else see_each(self.seen, drafted)[-1:, : logits.shape[-1]]
         return sample(logits, self.sampling, self._get_positions(position, 1), rows=self.rows, seen=seen)
 
     def accept(self, logits: Tensor, position: int, drafted: Tensor) -> list[int]:
@@ -113,33 +117,21 @@ class Sampler:
         that differs from it ends the row.
         """
         count = drafted.shape[0]
-        positions, rows = self._get_positions(position, count + 1), self.rows.expand(count + 1)
-        seen = None if self.seen is None else self._see_each(drafted)
-        tokens = sample(logits, self.sampling, positions, rows=rows, seen=seen)
-        is_accepted = (tokens[:-1] == drafted).cumprod(0)
+        positions = self._get_positions(position, count + 1)
+        with on_one_thread():
+            result = accept_tokens(logits, drafted, self.sampling, positions, self.rows, self.seen)
         # One copy to the host for both.
-        accepted, *values = torch.cat([is_accepted.sum(0, keepdim=True), tokens]).tolist()
-        self._remember(tokens[None, : accepted + 1])
+        accepted, *values = result.tolist()
+        self.remember(result[None, 1 : accepted + 2])
         return values[: accepted + 1]
 
-    def _get_positions(self, first: int, count: int) -> Tensor:
-        return torch.arange(first, first + count, device=self.rows.device)
-
-    def _remember(self, tokens: Tensor) -> None:
+    def remember(self, tokens: Tensor) -> None:
+        """Note tokens (B, n) int64 of every text, for the repetition penalty."""
         if self.seen is not None:
             self.seen.scatter_(1, tokens, True)
 
-    def _see_each(self, drafted: Tensor) -> Tensor:
-        """What has been seen before each of the drafted tokens and after the last, (n + 1, V)."""
-        assert self.seen is not None
-        count = drafted.shape[0]
-        seen = self.seen.repeat(count + 1, 1)
-        if count:
-            is_before = torch.ones(count + 1, count, dtype=torch.bool, device=seen.device).tril(-1)
-            added = torch.zeros_like(seen, dtype=torch.uint8)
-            added.scatter_reduce_(1, drafted.expand(count + 1, count), is_before.to(torch.uint8), "amax")
-            seen |= added.bool()
-        return seen
+    def _get_positions(self, first: int, count: int) -> Tensor:
+        return torch.arange(first, first + count, device=self.rows.device)
 
 
 @on_one_thread()
@@ -181,6 +173,48 @@ def choose_tokens(
         return logits.argmax(dim=-1)
     # The Gumbel-max trick (Gumbel 1954): argmax of logits + noise is distributed as softmax of logits.
     return (logits + draw_gumbel(sampling.seed, rows, position, logits.shape[-1])).argmax(dim=-1)
+
+
+def accept_tokens(
+    logits: Tensor,
+    drafted: Tensor,
+    sampling: SamplingConfig | SamplingTensors,
+    positions: Tensor,
+    row: Tensor,
+    seen: Tensor | None = None,
+    count: Tensor | None = None,
+) -> Tensor:
+    """The target's own choices beside drafted tokens, and how many of these they confirm.
+
+    Args:
+        logits: (n + 1, V), the target's before each of the drafted tokens and after the last.
+        drafted: (n,) int64.
+        sampling: how tokens are chosen.
+        positions: (n + 1,) int64, where the choices will stand.
+        row: (1,) int64, which sample the text is.
+        seen: (1, V) bool, the tokens so far that the repetition penalty is for.
+        count: (1,) int64, how many were drafted; what follows them is padding. All n if None.
+
+    Returns:
+        (n + 2,) int64: how many of the first drafted tokens are those that are chosen there, then the n + 1 choices.
+        Of the choices, those up to the first that differs from its drafted token hold.
+    """
+    n = drafted.shape[0]
+    tokens = choose_tokens(
+        logits, sampling, positions, row.expand(n + 1), None if seen is None else see_each(seen, drafted)
+    )
+    is_confirmed = tokens[:-1] == drafted
+    if count is not None:
+        is_confirmed = is_confirmed & (torch.arange(n, device=drafted.device) < count)
+    return torch.cat([is_confirmed.cumprod(0).sum(0, keepdim=True), tokens])
+
+
+def see_each(seen: Tensor, drafted: Tensor) -> Tensor:
+    """What has been seen before each of the drafted tokens (n,) and after the last, (n + 1, V), from (1, V) before."""
+    places = torch.arange(drafted.shape[0], device=drafted.device)
+    # Each row has as many: instead of the tokens after its place, that of its place again.
+    before = drafted[torch.minimum(places[:, None], places)]
+    return torch.cat([seen, seen.repeat(drafted.shape[0], 1).scatter(1, before, True)])
 
 
 def adjust_logits(logits: Tensor, sampling: SamplingConfig | SamplingTensors, seen: Tensor | None = None) -> Tensor:

@@ -112,7 +112,7 @@ class Session:
         sampling = self.defaults.sampling if sampling is None else sampling
         self.runner.warm_up(prompt_tokens, sampling=sampling, verifies=self.speculator is not None)
         if self.speculator is not None:
-            self.speculator.warm_up(prompt_tokens)
+            self.speculator.warm_up(prompt_tokens, sampling)
 
     def reserve(self, length: int) -> None:
         """Make room for a text of `length` tokens; raises PromptError beyond the context, or the memory."""

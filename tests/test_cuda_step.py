@@ -1,7 +1,8 @@
 """What the compiled steps consist of on an NVIDIA GPU, by the code that torch.compile generates for one.
 
 Steps are made as the runner makes them: `read` takes so many tokens and gives logits, `extend` takes one and chooses
-the next; both are recorded by us. `attend` takes so many by torch's own attention and is recorded by torch. Weights are
+the next; a `round` takes what was drafted and chooses what stands; `catch up` is a draft model's first step after a
+round. All are recorded by us. `attend` takes so many by torch's own attention and is recorded by torch. Weights are
 `dense`, in bfloat16 and multiplied by what Inductor generates or the library, or packed for our kernels.
 """
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from gptfast.checkpoint.presets import PRESETS
 from gptfast.compilation import CompileStatistics, compile_for_recording
 from gptfast.config import SamplingConfig
+from gptfast.decode import TextState
 from gptfast.graphs import Fetched, Replay
 from gptfast.kernels import ops
 from gptfast.kernels.cuda.packing import WEIGHTS_PER_WORD, Kind, PackedWeight
@@ -121,6 +123,25 @@ def extend(sampling: SamplingConfig, weights: Weights) -> None:
     make_steps("llama-3.1-8b", weights, 1, None).get_extender(sampling.kind)
 
 
+def take_round(sampling: SamplingConfig, size: int, weights: Weights) -> None:
+    make_steps("llama-3.1-8b", weights, 1, None).get_round(sampling.kind, size)
+
+
+def catch_up(sampling: SamplingConfig, weights: Weights) -> None:
+    steps = make_steps("llama-3.2-1b", weights, 1, None)
+    vocab_size = steps._model.config.vocab_size - 1
+    state = make_text_state(steps, sampling, vocab_size)
+    steps._extenders[sampling.kind, vocab_size] = state, lambda: None
+    steps.get_catcher(sampling.kind, vocab_size)
+
+
+def make_text_state(steps: RecordedSteps, sampling: SamplingConfig, vocab_size: int) -> TextState:
+    """What `RecordedSteps` makes before it records, which cannot be had here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "_record", lambda function: None)
+        return steps._record_extender(sampling.kind, vocab_size)[0]
+
+
 def attend(count: int) -> None:
     runner = Runner(make_model("llama-3.1-8b", "dense"), compile=True, uses_graph_trees=True)
     tokens = torch.zeros(count, dtype=torch.int64, device="cuda")
@@ -154,6 +175,10 @@ SLOW_STEPS: dict[str, Case] = {
     "extend, greedy, dense": partial(extend, GREEDY, "dense"),
     "extend, filtered, int8": partial(extend, replace(SAMPLED, top_k=50, top_p=0.9), "int8"),
     "extend, penalty, int8": partial(extend, replace(SAMPLED, min_p=0.05, repetition_penalty=1.1), "int8"),
+    "round of 1, int8": partial(take_round, GREEDY, 1, "int8"),
+    "round of 4, int4": partial(take_round, SAMPLED, 4, "int4"),
+    "round of 16, bf16": partial(take_round, replace(SAMPLED, top_p=0.9, repetition_penalty=1.1), 16, "bf16"),
+    "catch up, int4": partial(catch_up, replace(SAMPLED, repetition_penalty=1.1), "int4"),
     "attend 1": partial(attend, 1),
     "attend 5": partial(attend, 5),
 }

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from gptfast.errors import UserError
+from gptfast.graphs import Fetched
 from gptfast.model import Transformer
-from gptfast.runner import MOST_VERIFIED, PREFILL_CHUNKS, Runner
-from gptfast.speculation.proposer import Choose
+from gptfast.runner import PREFILL_CHUNKS, Runner
+from gptfast.sampling import Sampler
 
 CATCH_UP_TOKENS = max(PREFILL_CHUNKS) // 2
 """Read at once after a while without proposals: few enough for the small prefill step, which is always compiled."""
@@ -33,27 +34,29 @@ class DraftModel:
         self.runner = runner
         self._vocab_size = vocab_size
         self._read_ids: list[int] = []
-        self._drafted = torch.empty(0, dtype=torch.int64)
+        self._fetch_drafted: Fetched = list
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Read all but the last token, which the first proposal starts from."""
         if len(tokens) > 1 and self._can_read(tokens[:-1]):
-            self._read(tokens[:-1], at_once=len(tokens))
+            known = self._count_known(tokens)
+            if known < len(tokens) - 1:
+                self.runner.prefill(tokens[known:-1], known)
             self._remember(tokens[:-1])
 
-    def propose(self, tokens: Sequence[int], k: int, choose: Choose) -> Tensor:
+    def propose(self, tokens: Sequence[int], k: int, sampler: Sampler) -> Tensor:
         """At most `k` tokens; fewer where the draft's context ends. See `Proposer.propose`."""
         k = max(0, min(k, self.runner.context + 1 - len(tokens))) if self._can_read(tokens) else 0
-        drafted = torch.empty(k, dtype=torch.int64, device=self.runner.device)
         if k == 0:
-            return drafted
-        logits = self._read(tokens)
-        for i in range(k):
-            drafted[i : i + 1] = choose(logits[:, : self._vocab_size], drafted[:i])
-            if i + 1 < k:
-                logits = self.runner.decode(drafted[i : i + 1], len(tokens) + i)
+            return torch.empty(0, dtype=torch.int64, device=self.runner.device)
+        known = self._count_known(tokens)
+        self._remember(tokens[:known])  # what comes after it is overwritten now
+        while len(tokens) - known > CATCH_UP_TOKENS:
+            self.runner.prefill(tokens[known : known + CATCH_UP_TOKENS], known)
+            known += CATCH_UP_TOKENS
+        drafted = self.runner.draft(sampler, tokens[known:], known, k, self._vocab_size)
         self._remember(tokens)
-        self._drafted = drafted[:-1]
+        self._fetch_drafted = self.runner.fetch(drafted[:-1])
         return drafted
 
     def _can_read(self, tokens: Sequence[int]) -> bool:
@@ -62,27 +65,15 @@ class DraftModel:
             return False
         return self.runner.vocab_size >= self._vocab_size or max(tokens) < self.runner.vocab_size
 
-    def _read(self, tokens: Sequence[int], at_once: int = CATCH_UP_TOKENS) -> Tensor:
-        """Read what the cache lacks of the text, its last token at least; (1, V) logits after it."""
-        known = self._count_known(tokens)
-        self._remember(tokens[:known])  # what comes after it is overwritten now
-        missing = tokens[known:]
-        if len(missing) > MOST_VERIFIED:
-            for start in range(known, len(tokens), at_once):
-                logits = self.runner.prefill(tokens[start : start + at_once], start)
-            return logits
-        ids = torch.tensor(missing, device=self.runner.device)
-        return self.runner.decode(ids, known) if len(missing) == 1 else self.runner.verify(ids, known)[-1:]
-
     def _count_known(self, tokens: Sequence[int]) -> int:
         """How many tokens, at most all but the last, the cache holds from the first on."""
-        held = [*self._read_ids, *self._drafted.tolist()][: len(tokens) - 1]
+        held = [*self._read_ids, *self._fetch_drafted()][: len(tokens) - 1]
         if list(tokens[: len(held)]) == held:
             return len(held)
         return next(i for i, (ours, theirs) in enumerate(zip(held, tokens, strict=False)) if ours != theirs)
 
     def _remember(self, tokens: Sequence[int]) -> None:
-        self._read_ids, self._drafted = list(tokens), self._drafted[:0]
+        self._read_ids, self._fetch_drafted = list(tokens), list
 
 
 def cut_layers(model: Transformer, n_layers: int) -> Transformer:

@@ -37,11 +37,11 @@ class NgramProposer:
         """Index the prompt."""
         self.propose(tokens, 0)
 
-    def propose(self, tokens: Sequence[int], k: int, choose: object = None) -> list[int]:
+    def propose(self, tokens: Sequence[int], k: int, sampler: object = None) -> list[int]:
         """At most `k` tokens that may follow `tokens`, which are all tokens of the text so far, prompt and output.
 
         Tokens that the last call did not have are indexed; another text is indexed anew. No tokens are returned if the
-        last `min_length` did not occur before. `choose` is not used, as nothing is sampled.
+        last `min_length` did not occur before. `sampler` is not used, as nothing is sampled.
         """
         if not self._goes_on(tokens):
             self._clear()

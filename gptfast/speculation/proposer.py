@@ -5,16 +5,12 @@ Draft models and n-gram lookup are such; heads that read the target's hidden sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-Choose = Callable[[Tensor, Tensor], Tensor]
-"""From draft logits (1, V) and the n tokens (n,) int64 drafted so far, the next one, (1,) int64.
-
-It samples as the target does, with the target's noise for that position, so that equal logits choose equal tokens.
-"""
+from gptfast.sampling import Sampler
 
 
 class Proposer(Protocol):
@@ -23,9 +19,10 @@ class Proposer(Protocol):
     def begin(self, tokens: Sequence[int]) -> None:
         """Get ready for a text that begins with `tokens`, the prompt and the first token after it."""
 
-    def propose(self, tokens: Sequence[int], k: int, choose: Choose) -> Sequence[int] | Tensor:
+    def propose(self, tokens: Sequence[int], k: int, sampler: Sampler) -> Sequence[int] | Tensor:
         """At most `k` tokens that may follow `tokens`, all of the text so far: prompt and output.
 
+        `sampler` is what the target chooses with; its noise belongs to a place, so equal logits choose equal tokens.
         Between calls a text may also shrink or be another one. Returns ids or a tensor (n,) int64, none of them
         without an idea.
         """

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from gptfast.checkpoint import open_checkpoint
 from gptfast.checkpoint.base import Checkpoint
+from gptfast.decode import MOST_VERIFIED
 from gptfast.errors import UserError
 from gptfast.loading import ROUNDED_WEIGHTS, Weights, check_memory, estimate_weight_bytes, load_model
 from gptfast.model import Transformer
-from gptfast.runner import MOST_VERIFIED, Runner
+from gptfast.runner import Runner
 from gptfast.speculation.controller import SpeculationController
 from gptfast.speculation.draft import DraftModel, cut_layers
 from gptfast.speculation.ngram import NgramProposer

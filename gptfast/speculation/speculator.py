@@ -9,13 +9,14 @@ controller lets that depend on the clock.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from gptfast.config import SamplingConfig
+from gptfast.graphs import send_ids
 from gptfast.runner import Runner
 from gptfast.sampling import Sampler
 from gptfast.speculation.controller import SpeculationController, SpeculationStatistics
@@ -63,11 +64,12 @@ class Speculator:
         """Those of the draft models."""
         return [lane.proposer.runner for lane in self.lanes if isinstance(lane.proposer, DraftModel)]
 
-    def warm_up(self, prompt_tokens: int | None = None) -> None:
+    def warm_up(self, prompt_tokens: int | None, sampling: SamplingConfig) -> None:
         """Compile the steps that draft models need for a prompt of that length, or for any if None."""
         for runner in self.list_runners():
-            runner.warm_up(prompt_tokens, verifies=True)
-            runner.warm_up(1)  # the small prefill step, for what a draft model missed while it rested
+            # That of a single token is the small prefill step, for what a draft model missed while it rested.
+            for tokens in (prompt_tokens, 1):
+                runner.warm_up(tokens, sampling=sampling, drafts_for=self._target.vocab_size)
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Have the proposers that will be asked read the start of a text; see `Proposer.begin`."""
@@ -78,38 +80,36 @@ class Speculator:
 
     def advance(self, tokens: Sequence[int], sampler: Sampler, most: int) -> list[int]:
         """1 to `most` tokens that follow `tokens`, all of the text so far, of which the cache lacks the last."""
-        position = len(tokens)
-
-        def choose(logits: Tensor, drafted: Tensor) -> Tensor:
-            return sampler.propose(logits, position + drafted.shape[0], drafted)
-
-        last = torch.tensor(tokens[-1:], device=self._target.device)
+        position, device = len(tokens) - 1, self._target.device
         passed: list[Lane] = []
         for lane in self.lanes:
-            start = time.perf_counter()
+            start = self._target.note_moment()
             k = min(lane.controller.choose_k(), most - 1)
-            proposed = lane.proposer.propose(tokens, k, choose)[:k] if k > 0 else ()
+            proposed = lane.proposer.propose(tokens, k, sampler)[:k] if k > 0 else ()
             if len(proposed) == 0:
                 passed.append(lane)
                 continue
-            drafted = torch.as_tensor(proposed, device=last.device)
-            middle = time.perf_counter()
-            logits = self._target.verify(torch.cat([last, drafted]), position - 1)
-            values = sampler.accept(logits, position, drafted)
-            end = time.perf_counter()
+            drafted = proposed if isinstance(proposed, Tensor) else send_ids(proposed, device)
+            middle = self._target.note_moment()
+            values = self._target.accept(sampler, tokens[-1], drafted, position)
+            end = self._target.note_moment()
             self.rounds += 1
             lane.controller.record_round(
-                proposed=len(drafted), accepted=len(values) - 1, draft_s=middle - start, verify_s=end - middle
+                proposed=len(drafted),
+                accepted=len(values) - 1,
+                draft_s=middle.count_seconds_since(start),
+                verify_s=end.count_seconds_since(middle),
             )
             for later in self.lanes[len(passed) + 1 :]:
                 later.controller.skip(len(values))
             break
         else:
-            start = time.perf_counter()
-            values = sampler.choose(self._target.decode(last, position - 1), position).tolist()
-            end = time.perf_counter()
+            start = self._target.note_moment()
+            none = torch.empty(0, dtype=torch.int64, device=device)
+            values = self._target.accept(sampler, tokens[-1], none, position)
+            end = self._target.note_moment()
             self.plain_steps += 1
         # What a lane competes with is what happens without it.
         for lane in passed:
-            lane.controller.record_plain((end - start) / len(values), tokens=len(values))
+            lane.controller.record_plain(end.count_seconds_since(start) / len(values), tokens=len(values))
         return values

@@ -14,6 +14,7 @@ from torch import Tensor
 from gptfast.config import SamplingConfig
 from gptfast.errors import UserError
 from gptfast.runner import INITIAL_CAPACITY, Runner
+from gptfast.sampling import Sampler
 from gptfast.session import Session
 from gptfast.speculation.controller import SpeculationStatistics
 from gptfast.speculation.draft import DraftModel, cut_layers
@@ -47,8 +48,8 @@ def get_statistics(session: Session) -> SpeculationStatistics:
     return statistics
 
 
-def choose_best(logits: Tensor, drafted: Tensor) -> Tensor:
-    return logits.argmax(-1)
+def make_greedy() -> Sampler:
+    return Sampler(SamplingConfig(), [0], tiny_config().vocab_size)
 
 
 # The target as its own draft
@@ -124,9 +125,9 @@ def test_proposals_do_not_depend_on_what_was_read_before(directory: Path) -> Non
             if generator.random() < 0.5:
                 used.begin(text)
         k = generator.randint(0, 8)
-        proposed = used.propose(text, k, choose_best).tolist()
+        proposed = used.propose(text, k, make_greedy()).tolist()
         assert len(proposed) == k
-        assert proposed == DraftModel(other, tiny_config().vocab_size).propose(text, k, choose_best).tolist(), turn
+        assert proposed == DraftModel(other, tiny_config().vocab_size).propose(text, k, make_greedy()).tolist(), turn
 
 
 def test_a_round_reads_only_what_the_cache_lacks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,38 +148,42 @@ def test_a_round_reads_only_what_the_cache_lacks(directory: Path, monkeypatch: p
 
     monkeypatch.setattr(runner, "decode", record(decode))
     monkeypatch.setattr(runner, "verify", record(verify))
-    first = draft.propose(text, 3, choose_best).tolist()
+    first = draft.propose(text, 3, make_greedy()).tolist()
     assert read == [(49, 1), (50, 1), (51, 1)]
     read.clear()
     # All were accepted: the last of them was not read yet, and is read together with the target's own token.
     text = [*text, *first, 7]
-    second = draft.propose(text, 2, choose_best).tolist()
+    second = draft.propose(text, 2, make_greedy()).tolist()
     assert read == [(52, 2), (54, 1)]
     read.clear()
     # One was accepted.
-    draft.propose([*text, second[0], 9], 1, choose_best)
+    draft.propose([*text, second[0], 9], 1, make_greedy())
     assert read == [(55, 1)]
 
 
 def test_a_draft_proposes_no_more_than_it_is_asked_for_and_its_context_holds(tmp_path: Path) -> None:
     runner = load_tiny(write_tiny_model(tmp_path / "short", context=64)).runner
     draft = DraftModel(runner, tiny_config().vocab_size)
-    lengths = {n: len(draft.propose(random_prompt(n), 8, choose_best)) for n in (1, 56, 57, 58, 64, 65, 90)}
+    lengths = {n: len(draft.propose(random_prompt(n), 8, make_greedy())) for n in (1, 56, 57, 58, 64, 65, 90)}
     assert lengths == {1: 8, 56: 8, 57: 8, 58: 7, 64: 1, 65: 0, 90: 0}
-    assert len(draft.propose(random_prompt(5), 0, choose_best)) == 0
-    assert len(draft.propose(random_prompt(5), 3, choose_best)) == 3
+    assert len(draft.propose(random_prompt(5), 0, make_greedy())) == 0
+    assert len(draft.propose(random_prompt(5), 3, make_greedy())) == 3
 
 
-def test_choices_are_made_from_the_target_s_vocabulary_after_the_tokens_drafted_so_far(directory: Path) -> None:
-    seen: list[tuple[tuple[int, ...], list[int]]] = []
+def test_choices_are_made_from_the_target_s_vocabulary_after_the_tokens_drafted_so_far(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[tuple[int, ...], int, list[int]]] = []
+    propose = Sampler.propose
 
-    def choose(logits: Tensor, drafted: Tensor) -> Tensor:
-        seen.append((tuple(logits.shape), drafted.tolist()))
-        return logits.argmax(-1)
+    def spy(sampler: Sampler, logits: Tensor, position: int, drafted: Tensor) -> Tensor:
+        seen.append((tuple(logits.shape), position, drafted.tolist()))
+        return propose(sampler, logits, position, drafted)
 
-    drafted = DraftModel(load_tiny(directory).runner, 300).propose(random_prompt(9), 3, choose).tolist()
+    monkeypatch.setattr(Sampler, "propose", spy)
+    drafted = DraftModel(load_tiny(directory).runner, 300).propose(random_prompt(9), 3, make_greedy()).tolist()
     assert max(drafted) < 300
-    assert seen == [((1, 300), []), ((1, 300), drafted[:1]), ((1, 300), drafted[:2])]
+    assert seen == [((1, 300), 9, []), ((1, 300), 10, drafted[:1]), ((1, 300), 11, drafted[:2])]
 
 
 # The target's first layers

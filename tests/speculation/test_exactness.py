@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from gptfast import graphs as graphs_module
 from gptfast.cache import CACHE_VARIABLE
 from gptfast.chat import Message
 from gptfast.compilation import count_traced_graphs
@@ -21,8 +22,8 @@ from gptfast.download import peek_default_model
 from gptfast.exactness import Divergence, find_divergence
 from gptfast.generation import GenerationResult, Prompt, Stream, generate, stream
 from gptfast.runner import ANY_SIZE
+from gptfast.sampling import Sampler
 from gptfast.session import Session, load
-from gptfast.speculation import speculator as speculator_module
 from gptfast.speculation.controller import SpeculationController
 from gptfast.speculation.draft import DraftModel
 from gptfast.speculation.speculator import Lane, Speculator
@@ -79,7 +80,7 @@ def open_session(request: pytest.FixtureRequest, directory: Path) -> Callable[[s
 @pytest.fixture
 def _steps_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting and every step take as long, so that a free choice of k does not depend on the machine."""
-    monkeypatch.setattr(speculator_module, "time", SimpleNamespace(perf_counter=FakeClock(1.0)))
+    monkeypatch.setattr(graphs_module, "time", SimpleNamespace(perf_counter=FakeClock(1.0)))
 
 
 def with_k(session: Session, k: int | None, draft: str | None = None) -> Session:
@@ -317,7 +318,7 @@ def test_no_step_is_compiled_in_the_middle_of_a_text_though_a_draft_rests_and_re
     assert statistics.rounds > 3
     assert statistics.accepted == statistics.proposed
     # It may also have missed more than the prompt's length.
-    proposer.propose(random_prompt(length + 300, seed=1), 2, lambda logits, drafted: logits.argmax(-1))
+    proposer.propose(random_prompt(length + 300, seed=1), 2, Sampler(SamplingConfig(), [0], tiny_config().vocab_size))
     assert (count_traced_graphs(), [vars(runner.compile_statistics) for runner in runners]) == before
 
 

@@ -15,7 +15,7 @@ from gptfast.runner import Runner
 from gptfast.sampling import Sampler
 from gptfast.speculation.controller import SpeculationController
 from gptfast.speculation.draft import DraftModel
-from gptfast.speculation.proposer import Choose, Proposer
+from gptfast.speculation.proposer import Proposer
 from gptfast.speculation.speculator import Lane, Speculator
 from tests.reference.sampling import chi_square, chi_square_limit, target_distribution
 
@@ -54,6 +54,7 @@ class ToyRunner:
     batch_size = 1
     context = 1_000
     device = torch.device("cpu")
+    accept, draft, note_moment, _recorded = Runner.accept, Runner.draft, Runner.note_moment, None
 
     def __init__(self, table: Tensor) -> None:
         self.sizes: list[int] = []
@@ -71,6 +72,9 @@ class ToyRunner:
     def verify(self, tokens: Tensor, position: int) -> Tensor:
         self.sizes.append(len(tokens))
         return self._write(tokens.tolist(), position)
+
+    def reserve(self, length: int) -> None:
+        assert 0 < length <= self.context
 
     def _write(self, tokens: list[int], position: int) -> Tensor:
         assert 0 <= position <= len(self._held)
@@ -233,7 +237,7 @@ class KnowingProposer:
     def begin(self, tokens: Sequence[int]) -> None:
         self.begun.append(list(tokens))
 
-    def propose(self, tokens: Sequence[int], k: int, choose: Choose) -> Sequence[int] | Tensor:
+    def propose(self, tokens: Sequence[int], k: int, sampler: Sampler) -> Sequence[int] | Tensor:
         self.asked.append(k)
         start = len(tokens) - len(PROMPT)
         following = [(token + self._shift) % V for token in self._truth[start : start + max(0, k + self._surplus)]]
