@@ -73,6 +73,12 @@ class Transformer(nn.Module):
         self.register_buffer("rope_sin", sin.to(self.device), persistent=False)
 
     @property
+    def flashes(self) -> bool:
+        """Whether long chunks attend by torch's flash attention: on CUDA, in 16 bits and without a window."""
+        has_flash = self.kernels == "triton" and self.device.type == "cuda" and self.dtype.itemsize == 2
+        return has_flash and self.sliding_window is None and self.config.head_dim % 8 == 0
+
+    @property
     def rounds_inputs(self) -> bool:
         """Whether any product rounds its activations to int8."""
         packed = (module for module in self.modules() if isinstance(module, PackedLinear | PackedEmbedding))
@@ -109,7 +115,8 @@ class Transformer(nn.Module):
             tokens: (B, S) int64. With B = 1 and a larger cache, every row of the cache is filled alike.
             input_pos: (S,) int64, the tokens' positions, which are also the cache slots they are written to.
             kv_pos: (N,) int64, the slots 0 to N-1 to attend over; a token never sees a slot after its own. The
-                attention kernel does not need it.
+                attention kernel does not need it; for a model that `flashes`, the last of more tokens than that
+                kernel takes stands in slot N-1.
             rows: (R,) int64, which of the S tokens logits are wanted for; all of them if None.
 
         Returns:
@@ -122,13 +129,15 @@ class Transformer(nn.Module):
         x = self.tok_embeddings(tokens)
         cos, sin = self.rope_cos[input_pos, None], self.rope_sin[input_pos, None]
         mask = None
-        if not ops.can_attend(self.kernels, tokens.shape[1]):
+        if ops.can_attend(self.kernels, tokens.shape[1]):
+            kv_pos = None
+        elif not self.flashes:
             assert kv_pos is not None
             mask = build_attention_mask(input_pos, kv_pos, self.sliding_window, x.dtype)
             mask = mask.repeat(self.queries_per_kv_head, 1)
         added = torch.zeros_like(x)
         for layer in self.layers:
-            x, added = layer(x, added, cos, sin, mask, input_pos)
+            x, added = layer(x, added, cos, sin, mask, input_pos, kv_pos)
         x = x + added
         if rows is not None:
             x = x[:, rows]
@@ -151,7 +160,14 @@ class TransformerBlock(nn.Module):
     # own that mutates an argument is refused inside a region by torch 2.13 (pytorch#186807).
     @torch.compiler.nested_compile_region
     def forward(
-        self, x: Tensor, added: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, input_pos: Tensor
+        self,
+        x: Tensor,
+        added: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        input_pos: Tensor,
+        kv_pos: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """The residual stream (B, S, E) and what the block before has yet to add to it in, the same out.
 
@@ -159,7 +175,7 @@ class TransformerBlock(nn.Module):
         `Transformer.forward` and `build_attention_mask` for the rest.
         """
         x = x + added
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask, input_pos)
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask, input_pos, kv_pos)
         return x, self.feed_forward(self.ffn_norm(x))
 
 
@@ -184,8 +200,10 @@ class Attention(nn.Module):
         shape = (batch_size, self.n_kv_heads, max_seq_len, self.head_dim)
         self.kv_cache = KVCache(shape, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, input_pos: Tensor) -> Tensor:
-        """(B, S, E) in, (B, S, E) out; without a mask, by the attention kernel."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, input_pos: Tensor, kv_pos: Tensor | None
+    ) -> Tensor:
+        """(B, S, E) in, (B, S, E) out; without a mask by flash attention, and without `kv_pos` by the kernel."""
         B, S, _ = x.shape
         H, K, D = self.n_heads, self.n_kv_heads, self.head_dim
         q, k, v = self.wqkv(x).split(self.split_sizes, dim=-1)
@@ -194,7 +212,12 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         self.kv_cache.write(input_pos, k.transpose(1, 2), v.transpose(1, 2))
-        y = self.attend_by_kernel(q, input_pos) if mask is None else self.attend(q, mask)
+        if mask is not None:
+            y = self.attend(q, mask)
+        elif kv_pos is not None:
+            y = self.flash(q, kv_pos.shape[0])
+        else:
+            y = self.attend_by_kernel(q, input_pos)
         projected: Tensor = self.wo(y)
         return projected
 
@@ -212,6 +235,14 @@ class Attention(nn.Module):
             sliding_window=self.sliding_window,
             kernels=self.kernels,
         )
+
+    def flash(self, q: Tensor, length: int) -> Tensor:
+        """(B, S, H, D) in, (B, S, H * D) out: over the first slots, in the last of which the last token stands."""
+        keys, values = self.kv_cache.read(q.shape[0], length, q.dtype)
+        # To this operator, other than to the function above it, causal means that both ends meet.
+        flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+        y: Tensor = flash(q.transpose(1, 2), keys, values, 0.0, True)[0]
+        return y.transpose(1, 2).flatten(2)
 
     def attend(self, q: Tensor, mask: Tensor) -> Tensor:
         """(B, S, H, D) in, (B, S, H * D) out: over as many slots as the mask (G * S, N) has columns."""

@@ -19,6 +19,7 @@ from gptfast.config import SamplingConfig
 from gptfast.decode import MOST_VERIFIED, decode_one_token, prefill, verify
 from gptfast.errors import PromptError
 from gptfast.graphs import Fetched, GraphBackend, Moment, note_moment, send_ids
+from gptfast.kernels.ops import can_attend
 from gptfast.memory import get_available_memory
 from gptfast.model import Transformer
 from gptfast.replay import CAUGHT_UP, ROUND_SIZES, RecordedSteps, get_round_size
@@ -178,7 +179,7 @@ class Runner:
         With B > 1 all rows read the same tokens; they are computed once.
         """
         for count, chunk, input_pos, kv_pos in self._split(tokens, start):
-            last = torch.tensor([count - 1], device=self.device)
+            last = torch.full((1,), count - 1, device=self.device)
             logits = self._get_step(prefill, chunk.shape[1])(self.model, chunk, input_pos, kv_pos, last)
         return logits.expand(self.batch_size, -1)
 
@@ -313,7 +314,7 @@ class Runner:
             padded = torch.zeros(1, size, dtype=torch.int64)
             padded[0, :count] = chunk
             input_pos = self._positions[start : start + size].clone()
-            yield count, padded.to(self.device), input_pos, self._get_kv_pos(start + count)
+            yield count, padded.to(self.device), input_pos, self._get_chunk_kv_pos(start, count, size)
             start += count
 
     def _get_kv_pos(self, length: int) -> Tensor:
@@ -321,6 +322,12 @@ class Runner:
         if self.device.type == "cuda":
             return self._positions[: max(SMALLEST_KV_GRAPH, 1 << (length - 1).bit_length())]
         return self._positions[: round_up(length, KV_ALIGNMENT)]
+
+    def _get_chunk_kv_pos(self, start: int, count: int, size: int) -> Tensor:
+        """The slots for a step of `size` tokens from `start` on, of which those after the first `count` are padding."""
+        if self.model.flashes and not can_attend(self.model.kernels, size):
+            return self._positions[: start + size]
+        return self._get_kv_pos(start + count)
 
     def _get_step(self, function: Step, size: int) -> Step:
         if (function, size) not in self._steps:
@@ -351,9 +358,9 @@ class Runner:
         inputs = {
             "tokens": torch.zeros(rows, size, dtype=torch.int64, device=self.device),
             "input_pos": self._positions[-size:].clone(),
-            "kv_pos": self._get_kv_pos(size),
+            "kv_pos": self._get_chunk_kv_pos(0, size, size),
         }
-        return inputs | {"last": torch.tensor([size - 1], device=self.device)} if function is prefill else inputs
+        return inputs | {"last": torch.full((1,), size - 1, device=self.device)} if function is prefill else inputs
 
 
 def plan_chunks(length: int) -> list[int]:

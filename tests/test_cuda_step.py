@@ -46,8 +46,10 @@ OPERATORS = {
     "extern_kernels.addmm": 1,
     "extern_kernels.mm": 1,
     "torch.ops.aten._scaled_dot_product_efficient_attention.default": 1,
+    "torch.ops.aten._scaled_dot_product_flash_attention.default": 1,
     "torch.ops.aten.view.dtype": 0,
     "torch.ops.gptfast.cuda_attention.default": 2,
+    "torch.ops.gptfast.cuda_multiply_matrix.default": 2,
     "torch.ops.gptfast.cuda_multiply_rows.default": 1,
     "torch.ops.gptfast.cuda_multiply_vector.default": 1,
 }
@@ -142,6 +144,15 @@ def make_text_state(steps: RecordedSteps, sampling: SamplingConfig, vocab_size: 
         return steps._record_extender(sampling.kind, vocab_size)[0]
 
 
+def read_prompt(preset: str, *, sliding_window: int | None = None) -> None:
+    """The small step, for 32 tokens."""
+    model = make_model(preset, "int4")
+    assert ops.choose_kernels(model.device) == "triton"
+    model.set_kernels("triton")
+    model.sliding_window = sliding_window
+    Runner(model, compile=True).warm_up(20)
+
+
 def attend(count: int) -> None:
     runner = Runner(make_model("llama-3.1-8b", "dense"), compile=True, uses_graph_trees=True)
     tokens = torch.zeros(count, dtype=torch.int64, device="cuda")
@@ -181,6 +192,11 @@ SLOW_STEPS: dict[str, Case] = {
     "catch up, int4": partial(catch_up, replace(SAMPLED, repetition_penalty=1.1), "int4"),
     "attend 1": partial(attend, 1),
     "attend 5": partial(attend, 5),
+}
+PROMPTS: dict[str, Case] = {
+    "prompt": partial(read_prompt, "llama-3.1-8b"),
+    "prompt, tied head": partial(read_prompt, "llama-3.2-1b"),
+    "prompt with a window": partial(read_prompt, "llama-3.1-8b", sliding_window=4096),
 }
 
 
@@ -237,7 +253,7 @@ FAULTS: dict[str, Case] = {
     "many kernels": repeat_products,
     "damaged kernel": damage_kernel,
 }
-CASES = STEPS | SLOW_STEPS | FAULTS
+CASES = STEPS | SLOW_STEPS | PROMPTS | FAULTS
 
 
 @cache
@@ -247,7 +263,7 @@ def generate_once(names: tuple[str, ...], compiles_all: bool = False) -> dict[st
 
 def generate(name: str) -> GeneratedCode | str:
     """The code of a case or its error; those that run by default share a process."""
-    return generate_once((name,))[name] if name in SLOW_STEPS else generate_once((*STEPS, *FAULTS))[name]
+    return generate_once((name,))[name] if name in SLOW_STEPS | PROMPTS else generate_once((*STEPS, *FAULTS))[name]
 
 
 def generate_step(name: str) -> GeneratedCode:
@@ -314,6 +330,19 @@ def test_every_kernel_compiles(name: str) -> None:
     code = generate_step(name)
     assert code.broken == {}
     assert set(code.compiled) == set(code.kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_prompt_attends_by_flash_attention_where_that_has_its_mask(name: str) -> None:
+    code = generate_step(name)
+    launches = code.list_launches()
+    assert ("torch.ops.aten._scaled_dot_product_flash_attention.default" in launches) == ("window" not in name)
+    assert ("torch.ops.aten._scaled_dot_product_efficient_attention.default" in launches) == ("window" in name)
+    assert find_dense_copies(code) == []
+    assert find_foreign_calls(code) == set()
+    assert find_host_tensors(code) == []
+    assert code.broken == {}
 
 
 @pytest.mark.slow

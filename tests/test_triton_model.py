@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gptfast.checkpoint import open_checkpoint
@@ -14,7 +18,7 @@ from gptfast.kernels import ops
 from gptfast.linear import TritonEmbedding, TritonLinear
 from gptfast.loading import Weights, load_model
 from gptfast.model import Transformer
-from gptfast.runner import INITIAL_CAPACITY, Runner
+from gptfast.runner import INITIAL_CAPACITY, Runner, plan_chunks
 from tests.reference.checkpoints import write_hf
 from tests.reference.families import FAMILIES, random_weights
 from tests.reference.graphs import CheckedGraphs
@@ -116,3 +120,31 @@ def test_recorded_steps_give_the_same_logits_to_the_bit(directory: Path) -> None
     graphs = CheckedGraphs()
     assert torch.equal(read(Runner(model, graphs=graphs), ids, 2), expected)
     assert (graphs.recorded, graphs.replayed) == (2, 3)
+
+
+def flash_lower_right(q: Tensor, k: Tensor, v: Tensor, dropout: float, is_causal: bool) -> tuple[Tensor]:
+    """What torch's operator does on CUDA: of S tokens over N slots, token i sees those up to N - S + i."""
+    assert (dropout, is_causal) == (0.0, True)
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+    return (F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True),)
+
+
+@pytest.mark.parametrize("length", [20, 32, 45, 200, 290])
+def test_flash_attention_reads_a_prompt_up_to_the_end_of_its_padding(
+    length: int, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_on_triton(directory, "stored")
+    ids = make_ids(length)
+    expected = torch.cat([Runner(model).prefill(ids), Runner(model).score(ids)])
+    calls: list[int] = []
+
+    def flash(*inputs: Any) -> tuple[Tensor]:
+        calls.append(inputs[1].shape[2])
+        return flash_lower_right(*inputs)
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", SimpleNamespace(default=flash))
+    monkeypatch.setattr(Transformer, "flashes", property(lambda model: True))
+    found = torch.cat([Runner(model).prefill(ids), Runner(model).score(ids)])
+    assert (found - expected).abs().max() < TOLERANCE
+    ends = list(itertools.accumulate(plan_chunks(length)))
+    assert calls == 2 * ends
