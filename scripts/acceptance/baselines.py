@@ -10,9 +10,10 @@ from acceptance.device import find_bandwidth
 from acceptance.findings import Findings
 from acceptance.model_8b import DEPTHS, FREE_SHARE, describe_decoding, estimate_bytes, time_model
 from acceptance.random_weights import BF16, build_model
-from acceptance.timing import find_device, free_memory, open_graphs
+from acceptance.timing import find_device
 from gptfast.checkpoint.presets import get_preset
 from gptfast.compilation import has_recorded_cuda_graphs
+from gptfast.kernels.cuda.timing import free_memory, open_graphs
 from gptfast.memory import get_available_memory
 
 TITLE = "Bfloat16 by torch's own products, one text, greedy"

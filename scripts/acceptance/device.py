@@ -9,8 +9,9 @@ import subprocess
 import torch
 
 from acceptance.findings import Findings, read_json
-from acceptance.timing import REPEATS, find_device, free_memory, get_clock, measure_seconds, measure_work, open_graphs
+from acceptance.timing import find_device, get_clock
 from gptfast.bench.bandwidth import probe_bandwidth
+from gptfast.kernels.cuda.timing import REPEATS, free_memory, measure_seconds, measure_work, open_graphs
 
 READ_BYTES = 4 * 2**30
 LAUNCHES = 1000

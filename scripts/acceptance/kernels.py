@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from acceptance.findings import Findings
-from acceptance.precompile import Attention, Call, Product, compile_all, prepare_product
-from acceptance.random_weights import BF16, FP8, INT4_G32, INT4_G128, INT8, Format, draw_packed
-from acceptance.timing import find_device, free_memory
-from gptfast.kernels.cuda.configurations import MAX_ROWS
+from acceptance.precompile import Attention, compile_all
+from acceptance.random_weights import BF16, FP8, INT4_G32, INT4_G128, INT8
+from acceptance.timing import find_device
+from gptfast.kernels.cuda.configurations import MAX_ROWS, identify_gpu
 from gptfast.kernels.cuda.packing import PackedWeight, unpack
+from gptfast.kernels.cuda.precompilation import Call
+from gptfast.kernels.cuda.products import Format, Product, draw_packed, prepare_product
+from gptfast.kernels.cuda.timing import free_memory
 from gptfast.model import round_to_int8
 from tests.reference.attention import Cache, attend
 
@@ -66,7 +69,7 @@ def run(findings: Findings) -> None:
         Attention(heads.queries, heads.kv, heads.dim, tokens, cache_dtype)
         for (heads, cache_dtype), tokens in itertools.product(attended, TOKENS)
     ]
-    errors = compile_all(calls, torch.cuda.get_device_capability(device))
+    errors = compile_all(calls, identify_gpu(device))
     findings.note(compile_errors=errors)
     findings.check("all kernels compile", not errors, f"{len(errors)} do not", "compile_errors in kernels.json")
     for form, sizes in shapes.items():

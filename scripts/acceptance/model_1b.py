@@ -20,9 +20,10 @@ from acceptance.steps import (
     measure_difference,
     write_text,
 )
-from acceptance.timing import find_device, free_memory, open_graphs
+from acceptance.timing import find_device
 from gptfast.checkpoint.presets import get_preset
 from gptfast.config import SamplingConfig
+from gptfast.kernels.cuda.timing import free_memory, open_graphs
 from gptfast.model import Transformer
 from gptfast.runner import Runner
 from gptfast.session import Session

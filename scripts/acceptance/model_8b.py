@@ -11,12 +11,14 @@ import torch
 
 from acceptance.device import find_bandwidth
 from acceptance.findings import Findings
-from acceptance.random_weights import BF16, FP8, INT4_G32, INT4_G128, INT8, Format, build_model
-from acceptance.timing import find_device, free_memory, open_graphs
+from acceptance.random_weights import BF16, FP8, INT4_G32, INT4_G128, INT8, build_model
+from acceptance.timing import find_device
 from gptfast.bench.phases import Clock
 from gptfast.checkpoint.presets import get_preset
 from gptfast.config import ModelConfig, SamplingConfig
 from gptfast.graphs import GraphBackend
+from gptfast.kernels.cuda.products import Format
+from gptfast.kernels.cuda.timing import free_memory, open_graphs
 from gptfast.memory import get_available_memory
 from gptfast.model import Transformer
 from gptfast.runner import Runner

@@ -1,110 +1,20 @@
-"""Matrices and models of random weights, made on the device in the form that the kernels read."""
+"""Models of random weights, made on the device in the form that the kernels read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gptfast.config import ModelConfig
-from gptfast.kernels.cuda.packing import (
-    ALIGNMENT,
-    DTYPES,
-    MIDDLES,
-    WEIGHTS_PER_WORD,
-    Kind,
-    PackedWeight,
-    pack,
-    pad_columns,
-    unpack,
-)
+from gptfast.kernels.cuda.packing import pack, unpack
+from gptfast.kernels.cuda.products import Format, draw_packed
 from gptfast.linear import Embedding, TritonEmbedding, TritonLinear, TritonMatrix
 from gptfast.model import Transformer
 
-FLOAT8_SCALE = 1 / 64
-
-
-@dataclass(frozen=True)
-class Format:
-    """How a matrix is held.
-
-    Attributes:
-        kind: of a weight.
-        group_size: inputs that share a scale; None for a scale per row, or none of bf16 and fp16.
-        has_mins: whether each group has a least value of its own.
-    """
-
-    kind: Kind
-    group_size: int | None = None
-    has_mins: bool = False
-
-    @property
-    def name(self) -> str:
-        """For reports: `int4 g32 mins`."""
-        if self.kind in ("bf16", "fp16"):
-            return self.kind
-        group = "channel" if self.group_size is None else f"g{self.group_size}"
-        return f"{self.kind} {group}{' mins' if self.has_mins else ''}"
-
-    def fits(self, in_features: int) -> bool:
-        """Whether groups divide the rows."""
-        return self.group_size is None or in_features % self.group_size == 0
-
-
 BF16, FP8, INT8 = Format("bf16"), Format("fp8"), Format("int8")
 INT4_G32, INT4_G128 = Format("int4", 32), Format("int4", 128)
-
-
-def draw_packed(form: Format, out_features: int, in_features: int, generator: torch.Generator) -> PackedWeight:
-    """A matrix (out_features, in_features) on the generator's device whose products with normal inputs are near 1.
-
-    Integers are drawn as bits, evenly, with scales that differ by group; nothing is quantized.
-    """
-    return draw_on(generator.device, generator, form, out_features, in_features)
-
-
-def describe_packed(form: Format, out_features: int, in_features: int) -> PackedWeight:
-    """The same without memory."""
-    return draw_on(torch.device("meta"), None, form, out_features, in_features)
-
-
-def draw_on(
-    device: torch.device, generator: torch.Generator | None, form: Format, out_features: int, in_features: int
-) -> PackedWeight:
-    """`draw_packed` on a device."""
-
-    def draw_factors(groups: int) -> Tensor:
-        """Float32 between 0.75 and 1.25."""
-        return 0.75 + torch.rand(out_features, groups, device=device, generator=generator) / 2
-
-    if form.kind in DTYPES:
-        values = torch.empty(out_features, in_features, dtype=torch.bfloat16, device=device)
-        size = in_features**-0.5 / (FLOAT8_SCALE if form.kind == "fp8" else 1)
-        values = values.normal_(0.0, size, generator=generator).to(DTYPES[form.kind])
-        if form.kind != "fp8":
-            return pack(values)
-        words = pad_columns(values.view(torch.uint8), ALIGNMENT).contiguous().view(torch.int32)
-        return PackedWeight("fp8", words, in_features, (FLOAT8_SCALE * draw_factors(1)).bfloat16())
-    width = -(-in_features // ALIGNMENT) * ALIGNMENT
-    shape = out_features, width // WEIGHTS_PER_WORD[form.kind]
-    words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device, generator=generator)
-    groups = 1 if form.group_size is None else width // form.group_size
-    # Of evenly distributed codes the deviation is the middle / sqrt(3).
-    middle = MIDDLES[form.kind]
-    scales = (in_features**-0.5 * 3**0.5 / middle * draw_factors(groups)).bfloat16()
-    mins = None
-    if form.has_mins:
-        # Codes of int4 then count from 0, so that the least value is that of -8 without.
-        offset = -middle if form.kind == "int4" else middle / 8
-        mins = (offset * scales.float() * draw_factors(groups)).bfloat16()
-    return PackedWeight(form.kind, words, in_features, scales, mins)
-
-
-def count_bytes(weight: PackedWeight) -> int:
-    """That a product reads of it."""
-    return sum(values.nbytes for values in (weight.words, weight.scales, weight.mins) if values is not None)
 
 
 def build_model(

@@ -1,65 +1,11 @@
-"""Times of what a GPU is asked for, replayed as a CUDA graph; on a CPU, of the work itself, for tests."""
+"""The GPU that a section runs on, and its clock."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 
 import torch
-
-from gptfast.graphs import Fetched, GraphBackend, Replay, get_cuda_graphs
-
-REPEATS = 7
-
-
-class DirectRuns:
-    """A `GraphBackend` that runs the work where a graph would be replayed."""
-
-    def record(self, function: Callable[[], None]) -> Replay:
-        """See `GraphBackend.record`."""
-        function()
-        return function
-
-    def fetch(self, source: torch.Tensor) -> Fetched:
-        """See `GraphBackend.fetch`."""
-        copy = source.clone()
-        return copy.tolist
-
-
-def open_graphs(device: torch.device) -> GraphBackend:
-    """CUDA graphs on CUDA."""
-    return get_cuda_graphs(device) if device.type == "cuda" else DirectRuns()
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def measure_seconds(replay: Replay, device: torch.device, repeats: int = REPEATS) -> float:
-    """The median of so many replays, each timed on the device, after one that is not counted."""
-    replay()
-    seconds: list[float] = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            replay()
-            end.record()
-            end.synchronize()
-            seconds.append(start.elapsed_time(end) / 1e3)
-        else:
-            before = time.perf_counter()
-            replay()
-            seconds.append(time.perf_counter() - before)
-    return statistics.median(seconds)
-
-
-def measure_work(work: Callable[[], None], device: torch.device, repeats: int = REPEATS) -> float:
-    """The median seconds of the work as a graph of its own."""
-    return measure_seconds(open_graphs(device).record(work), device, repeats)
 
 
 def find_device() -> torch.device:
@@ -68,20 +14,12 @@ def find_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def free_memory(device: torch.device) -> None:
-    """Give what nothing holds back to the device."""
-    import gc
-
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def get_clock(device: torch.device) -> Callable[[], float]:
     """Seconds at which the device had done all it was given."""
 
     def clock() -> float:
-        synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return time.perf_counter()
 
     return clock

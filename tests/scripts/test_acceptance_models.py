@@ -11,9 +11,8 @@ import pytest
 import torch
 from acceptance import model_1b, model_8b
 from acceptance.findings import Findings
-from acceptance.random_weights import BF16, Format, build_model
+from acceptance.random_weights import BF16, build_model
 from acceptance.steps import SwitchedGraphs, draw_prompt, make_session
-from acceptance.timing import DirectRuns
 from torch import Tensor
 
 from gptfast.checkpoint.presets import get_preset
@@ -21,6 +20,8 @@ from gptfast.config import SamplingConfig
 from gptfast.kernels import ops as kernel_ops
 from gptfast.kernels.cuda import ops
 from gptfast.kernels.cuda.packing import PackedWeight, unpack
+from gptfast.kernels.cuda.products import Format
+from gptfast.kernels.cuda.timing import DirectRuns
 from gptfast.model import Transformer
 from gptfast.runner import INITIAL_CAPACITY, Runner
 from tests.reference.families import FAMILIES

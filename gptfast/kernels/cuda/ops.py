@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptfast.kernels.cuda.configurations import MAX_ROWS, Configuration, choose_configuration
+from gptfast.kernels.cuda.configurations import MAX_ROWS, Configuration, choose_configuration, identify_gpu
 from gptfast.kernels.cuda.packing import (
     ALIGNMENT,
     DTYPES,
@@ -65,13 +65,14 @@ def multiply_vector(
     bias: Tensor | None,
     kind: Kind,
     dtype: torch.dtype,
+    configuration: Configuration | None = None,
 ) -> Tensor:
-    """One row of inputs (1, P, W), as `arrange_inputs` makes them: (1, N) of `dtype`."""
+    """One row of inputs (1, P, W), as `arrange_inputs` makes them: (1, N) of `dtype`; cut as is known to be best."""
     from gptfast.kernels.cuda import linear as kernels
 
     assert inputs.shape[0] == 1
     assert inputs.is_contiguous()
-    configuration = find_configuration(1, words, scales, kind, exact_rows=False)
+    configuration = configuration or find_configuration(1, words, scales, kind, exact_rows=False)
     constants = list_constants(kind, words, scales, mins, configuration)
     out = inputs.new_empty(1, words.shape[0], dtype=dtype)
     with select_device(inputs):
@@ -93,15 +94,21 @@ def multiply_vector(
 
 
 def multiply_rows(
-    inputs: Tensor, words: Tensor, scales: Tensor | None, mins: Tensor | None, bias: Tensor | None, kind: Kind
+    inputs: Tensor,
+    words: Tensor,
+    scales: Tensor | None,
+    mins: Tensor | None,
+    bias: Tensor | None,
+    kind: Kind,
+    configuration: Configuration | None = None,
 ) -> Tensor:
-    """M <= 16 rows of inputs (M, P, W), as `arrange_rows` makes them: (M, N) in their dtype."""
+    """M <= 16 rows of inputs (M, P, W), as `arrange_rows` makes them: (M, N) in their dtype; see `multiply_vector`."""
     from gptfast.kernels.cuda import linear as kernels
 
     rows = inputs.shape[0]
     assert rows <= MAX_ROWS
     assert inputs.is_contiguous()
-    configuration = find_configuration(rows, words, scales, kind, exact_rows=True)
+    configuration = configuration or find_configuration(rows, words, scales, kind, exact_rows=True)
     matrix = view_elements(words, kind)
     constants = list_constants(kind, matrix, scales, mins, configuration)
     out = inputs.new_empty(rows, words.shape[0])
@@ -183,8 +190,8 @@ def find_configuration(
     """What `choose_configuration` says of a matrix on its device."""
     width = words.shape[1] * WEIGHTS_PER_WORD[kind]
     group_size = 0 if scales is None or scales.shape[1] == 1 else width // scales.shape[1]
-    capability = torch.cuda.get_device_capability(words.device) if words.is_cuda else None
-    return choose_configuration(kind, rows, words.shape[0], width, group_size, capability, exact_rows=exact_rows)
+    gpu = identify_gpu(words.device) if words.is_cuda else None
+    return choose_configuration(kind, rows, words.shape[0], width, group_size, gpu, exact_rows=exact_rows)
 
 
 def count_stages(configuration: Configuration, dtype: torch.dtype) -> int:

@@ -12,9 +12,10 @@ from gptfast.kernels.cuda.configurations import (
     THREADS,
     Configuration,
     TunedConfiguration,
+    Tuning,
     choose_configuration,
     count_words,
-    load_configurations,
+    load_shipped,
 )
 from gptfast.kernels.cuda.packing import WEIGHTS_PER_WORD, Kind
 from tests.reference.sessions import run_process
@@ -29,12 +30,11 @@ from tests.reference.triton_compilation import (
 
 linear = pytest.importorskip("gptfast.kernels.cuda.linear", reason="Triton is not installed", exc_type=ImportError)
 
-SHIPPED = list(load_configurations("sm_90").values())
+SHIPPED = (load_shipped("sm_90") or Tuning()).products
 """Other GPUs have no file yet, and get what the rule says."""
 TUNED_FOR = 90
 STREAMED = r"LDG\.E\.EF"
 WIDE = r"(LDG\.E\.EF|LDGSTS\.E\.BYPASS\S*)\.128"
-UNBOUNDED = 100.0
 
 
 def make_line(
@@ -43,7 +43,7 @@ def make_line(
     """A product with what the rule says."""
     rows = 5 if several_rows else 1
     configuration = choose_configuration(kind, rows, out_features, in_features, group_size)
-    return TunedConfiguration(kind, several_rows, out_features, in_features, group_size, configuration, UNBOUNDED)
+    return TunedConfiguration(kind, several_rows, out_features, in_features, group_size, configuration)
 
 
 def make_launch(line: TunedConfiguration, *, has_mins: bool = False) -> Launch:
@@ -121,7 +121,8 @@ def check(line: TunedConfiguration, program: Program, *, has_mins: bool = False)
         sums = line.configuration.block_rows * line.configuration.warps
         assert program.shared_bytes <= 4 * sums, "warps exchange nothing but their sums"
     if program.architecture == TUNED_FOR:
-        assert measure_instructions(line, program) <= line.max_instructions_per_weight
+        bound = line.max_instructions_per_weight
+        assert bound is None or measure_instructions(line, program) <= bound
 
 
 def check_all(lines: list[TunedConfiguration], architectures: tuple[int, ...] = ARCHITECTURES) -> None:
