@@ -195,7 +195,7 @@ def load(
     chosen_dtype = choose_dtype(dtype, chosen_device)
     check_cuda_graphs(cuda_graphs, chosen_device, compile)
     chosen_kv_dtype = choose_kv_dtype(kv_dtype, chosen_dtype, chosen_device, is_dtype_given=dtype is not None)
-    checkpoint = _open(path, preset)
+    checkpoint = open_source(path, preset)
     check_memory(checkpoint, weights, chosen_dtype, chosen_device)
     model = load_model(
         checkpoint,
@@ -354,7 +354,8 @@ def time_matrix_vector(names: tuple[str, ...]) -> dict[str, float]:
     return seconds
 
 
-def _open(path: str | Path | None, preset: str | None) -> Checkpoint:
+def open_source(path: str | Path | None, preset: str | None) -> Checkpoint:
+    """What `load` loads: a checkpoint, random weights or the default model. Raises UserError for two of them."""
     if preset is not None:
         if path is not None:
             raise UserError(f"both the checkpoint {path} and random weights for {preset} are asked for; give one")

@@ -14,7 +14,7 @@ import click
 import gptfast
 from gptfast.errors import UserError
 
-COMMANDS = ("generate", "bench", "eval", "inspect", "download")
+COMMANDS = ("generate", "bench", "eval", "inspect", "download", "tune")
 USAGE_ERROR = 2
 
 

@@ -58,7 +58,7 @@ def measure_work(work: Callable[[], None], device: torch.device, repeats: int = 
 
 
 def free_memory(device: torch.device) -> None:
-    """Give what nothing holds back to the device."""
-    gc.collect()
+    """Give what nothing holds back to a GPU."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
