@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
-from gptfast.graphs import Fetched, GraphBackend, Replay, get_cuda_graphs
+from gptfast.graphs import Fetched, GraphBackend, Replay, get_cuda_graphs, note_moment
 
 REPEATS = 7
 
@@ -38,17 +37,9 @@ def measure_seconds(replay: Replay, device: torch.device, repeats: int = REPEATS
     replay()
     seconds: list[float] = []
     for _ in range(repeats):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            replay()
-            end.record()
-            end.synchronize()
-            seconds.append(start.elapsed_time(end) / 1e3)
-        else:
-            before = time.perf_counter()
-            replay()
-            seconds.append(time.perf_counter() - before)
+        start = note_moment(device)
+        replay()
+        seconds.append(note_moment(device).count_seconds_since(start))
     return statistics.median(seconds)
 
 
