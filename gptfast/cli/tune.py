@@ -154,7 +154,8 @@ def format_result(results: Sequence[TunedProduct], gpu: Gpu, path: Path) -> str:
     ]
     foot = "configurations are rows/words/warps/stages/splits of a program; time is that of the best to the one in use"
     table = format_table(rows, left_columns=(0, 1, 3, 5))
-    return "\n".join([gpu.name, "", table, foot, *wrong, f"kept in {path}"])
+    kept = [f"kept in {path}"] if any(found.times for found in results) else []
+    return "\n".join([gpu.name, "", table, foot, *wrong, *kept])
 
 
 def format_row(found: TunedProduct) -> tuple[str, ...]:

@@ -161,6 +161,7 @@ def test_a_wrong_configuration_is_named(
     assert outcome.stdout.count("note: int4 g32, 96 x 64, 1 row: the result at ") == 2
     assert outcome.json["products"][0]["best"]["us"] is None
     assert len(outcome.json["products"][0]["wrong"]) == 2
+    assert "kept in" not in outcome.stdout
     assert not path.exists()
 
 
