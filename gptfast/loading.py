@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from gptfast.checkpoint.base import DENSE_DTYPES, Checkpoint, check_finite, check_tensor
+from gptfast.checkpoint.base import DENSE_DTYPES, EXPANDED_AT_ONCE, Checkpoint, check_finite, check_tensor
 from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.errors import CheckpointError, UserError
 from gptfast.kernels import packing as cpu_packing
@@ -28,19 +28,19 @@ from gptfast.linear import (
 )
 from gptfast.memory import get_available_memory
 from gptfast.model import FUSED_PROJECTIONS, Transformer, describe_dtype
-from gptfast.quantization import QuantizedWeight, WeightScheme, join_rows
+from gptfast.quantization import FLOAT8, QuantizedWeight, WeightScheme, join_rows, slice_rows
 
 logger = logging.getLogger(__name__)
 
 EMBEDDING = "tok_embeddings.weight"
 HEAD = "output.weight"
 
-Weights = Literal["stored", "fp32", "bf16", "int8", "int4"]
-"""What to decode from: what the checkpoint holds, or that expanded to floats or rounded to integers."""
+Weights = Literal["stored", "fp32", "bf16", "fp8", "int8", "int4"]
+"""What to decode from: what the checkpoint holds, or that expanded to floats or rounded."""
 WEIGHTS: tuple[Weights, ...] = get_args(Weights)
 DENSE_WEIGHTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEAD_SCHEME = WeightScheme(bits=8, group_size=None)
-ROUNDED_WEIGHTS = {"int8": HEAD_SCHEME, "int4": WeightScheme(bits=4, group_size=32)}
+ROUNDED_WEIGHTS = {"fp8": FLOAT8, "int8": HEAD_SCHEME, "int4": WeightScheme(bits=4, group_size=32)}
 """How blocks are rounded in memory; the output layer always is by `HEAD_SCHEME`."""
 
 STORED_BITS = {
@@ -54,6 +54,7 @@ STORED_BITS = {
     "Q8_0": 8.5,
     "int4": 4.5,
     "int8": 8,
+    "fp8": 8,
 }
 """Of a weight in a packed matrix, with its scales, by the first word of how it is stored."""
 
@@ -114,7 +115,7 @@ def load_model(
             for source, shape in sources.items():
                 scheme = choose_scheme(checkpoint, source, shape[-1], weights) if parameter.dim() == 2 else None
                 if scheme is not None:
-                    add_remark(remarks, checkpoint, source, scheme.describe(), weights)
+                    add_remark(remarks, checkpoint, source, scheme, scheme.describe(), weights)
             setattr(model.get_submodule(module_name), kind, nn.Parameter(weight, requires_grad=False))
             continue
         is_embedding = name == EMBEDDING
@@ -123,30 +124,43 @@ def load_model(
         else:
             module = make_for_cpu(join_alike(matrices), dtype, is_embedding, rounds_inputs)
         model.set_submodule(module_name, module)
-        for source, (_, precision) in zip(sources, matrices, strict=True):
-            add_remark(remarks, checkpoint, source, precision, weights)
+        for (source, shape), (_, precision) in zip(sources.items(), matrices, strict=True):
+            scheme = choose_scheme(checkpoint, source, shape[1], weights)
+            add_remark(remarks, checkpoint, source, scheme, precision, weights)
     for remark, types in remarks.items():
         logger.info("weights stored as %s %s", ", ".join(sorted(types)), remark)
     return model.eval()
 
 
 def add_remark(
-    remarks: dict[str, set[str]], checkpoint: Checkpoint, name: str, precision: str, weights: Weights
+    remarks: dict[str, set[str]],
+    checkpoint: Checkpoint,
+    name: str,
+    scheme: WeightScheme | None,
+    precision: str,
+    weights: Weights,
 ) -> None:
     """Note for a matrix what `remark_on` says, by what is said, with the type that it is stored in."""
     stored = checkpoint.describe_type(name)
-    remark = remark_on(name, stored, precision, weights)
+    remark = remark_on(name, stored, scheme, precision, weights)
     if remark is not None:
         remarks[remark].add(stored)
 
 
-def remark_on(name: str, stored: str, precision: str, weights: Weights) -> str | None:
-    """What a user should know of a matrix that is held in another precision than it is stored in or asked for."""
+def remark_on(name: str, stored: str, scheme: WeightScheme | None, precision: str, weights: Weights) -> str | None:
+    """What a user should know of a matrix that is held in another precision than it is stored in or asked for.
+
+    `scheme` is that by which it is to be rounded.
+    """
+    asked = stored if scheme is None else scheme.describe()
+    if stored == asked:
+        has_kernel = stored in DENSE_DTYPES or weights in DENSE_WEIGHTS or precision == stored
+        return None if has_kernel else f"have no kernel and are expanded to {precision}"
+    expanded = "" if precision == asked else f", and expanded to {precision} as that has no kernel here"
     if stored not in DENSE_DTYPES:
-        if weights == "stored" and precision != stored:
-            return f"have no kernel and are expanded to {precision}"
-        if weights in ROUNDED_WEIGHTS and precision.startswith("int"):
-            return f"are rounded a second time, to {precision}, which costs accuracy"
+        return f"are rounded a second time, to {asked}, which costs accuracy{expanded}"
+    if expanded:
+        return f"are rounded to {asked}{expanded}"
     if weights == "int4" and precision == HEAD_SCHEME.describe() and name not in (EMBEDDING, HEAD):
         return f"are rounded to {precision} where groups do not divide them"
     return None
@@ -229,9 +243,12 @@ def _read_matrix(
 ) -> Matrix:
     """The matrix in the precision that `weights` asks for, as a view of the file where it lies there so."""
     scheme = choose_scheme(checkpoint, source, shape[1], weights)
-    if scheme is not None:
-        return checkpoint.read_rounded(source, shape, scheme), scheme.describe()
     stored = checkpoint.describe_type(source)
+    if scheme is not None and scheme.describe() != stored:
+        rounded = checkpoint.read_rounded(source, shape, scheme)
+        if kernels is None or can_pack(kernels, rounded):
+            return rounded, scheme.describe()
+        return expand([rounded], torch.device("cpu"), dtype), describe_dtype(dtype)
     if weights not in DENSE_WEIGHTS:
         quantized = checkpoint.read_quantized(source)
         if quantized is not None and can_pack(kernels, quantized):
@@ -258,12 +275,12 @@ def estimate_weight_bytes(checkpoint: Checkpoint, weights: Weights, dtype: torch
         each = 8.0 * dtype.itemsize
         if packs and len(shape) == 2:
             scheme = choose_scheme(checkpoint, name, shape[1], weights)
-            if scheme is not None:
-                each = 8 if scheme.bits == 8 else STORED_BITS["int4"]
-            elif weights in DENSE_WEIGHTS:
+            if scheme is None and weights in DENSE_WEIGHTS:
                 each = 8.0 * DENSE_WEIGHTS[weights].itemsize
-            elif name in names:
-                each = STORED_BITS.get(checkpoint.describe_type(name).split()[0], each)
+            elif scheme is not None or name in names:
+                kind = (checkpoint.describe_type(name) if scheme is None else scheme.describe()).split()[0]
+                if kind != "fp8" or kernels == "triton":
+                    each = STORED_BITS.get(kind, each)
         bits += math.prod(shape) * each
     return int(bits / 8)
 
@@ -330,8 +347,12 @@ def _read_parameter(
 
 def expand(matrices: Sequence[Tensor | QuantizedWeight], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Their rows below each other as one dense matrix."""
-    values = [matrix if isinstance(matrix, Tensor) else matrix.dequantize() for matrix in matrices]
-    return torch.cat(values).to(device, dtype)
+    weight = torch.empty(sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1], dtype=dtype, device=device)
+    parts = torch.split(weight, [matrix.shape[0] for matrix in matrices])
+    for matrix, part in zip(matrices, parts, strict=True):
+        for rows in slice_rows(tuple(part.shape), EXPANDED_AT_ONCE):
+            part[rows] = matrix[rows] if isinstance(matrix, Tensor) else matrix.select_rows(rows).dequantize()
+    return weight
 
 
 def _read_dense(

@@ -1,4 +1,4 @@
-"""Matrices as small integers: the form that readers and rounding produce and that kernels pack their weights from.
+"""Matrices as small integers or floats of 8 bits: the form that readers and rounding produce and that kernels pack their weights from.
 
 Shapes: N out_features, K in_features, G groups of `group_size` consecutive inputs of a row.
 """
@@ -25,20 +25,33 @@ class WeightScheme:
         bits: 4 or 8.
         group_size: inputs that share a scale; None for one scale per output channel.
         symmetric: whether zero is the middle code; else every group has a zero of its own.
+        is_float: whether codes are floats, in torch's words float8_e4m3fn; `FLOAT8` is the only such scheme.
     """
 
     bits: int
     group_size: int | None
     symmetric: bool = True
+    is_float: bool = False
+
+    def __post_init__(self) -> None:
+        assert not self.is_float or (self.bits, self.group_size, self.symmetric) == (8, None, True)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its codes."""
+        return torch.float8_e4m3fn if self.is_float else torch.int8
 
     def get_group_size(self, columns: int) -> int:
         """Inputs that share a scale in a matrix of that many columns."""
         return columns if self.group_size is None else self.group_size
 
     def describe(self) -> str:
-        """Its name in reports: `int4 g32`, `int8 channel`, `int4 g64 asymmetric`."""
+        """Its name in reports: `int4 g32`, `int8 channel`, `int4 g64 asymmetric`, `fp8 channel`."""
         group = "channel" if self.group_size is None else f"g{self.group_size}"
-        return f"int{self.bits} {group}{'' if self.symmetric else ' asymmetric'}"
+        return f"{'fp' if self.is_float else 'int'}{self.bits} {group}{'' if self.symmetric else ' asymmetric'}"
+
+
+FLOAT8 = WeightScheme(bits=8, group_size=None, is_float=True)
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,8 @@ class QuantizedWeight:
     """A matrix (N, K): w[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g] + mins[n, g] with g = k // group_size.
 
     Attributes:
-        codes: (N, K) int8. Of 4 bits: -8 to 7 where there are neither zeros nor mins, else 0 to 15.
+        codes: (N, K) int8, of 4 bits -8 to 7 where there are neither zeros nor mins, else 0 to 15; or float8_e4m3fn,
+            with a scale for every row and neither zeros nor mins.
         scales: (N, G) float32.
         bits: of a code: 4, 6 or 8.
         zeros: (N, G) int8, in the codes' range, or None for 0.
@@ -68,6 +82,11 @@ class QuantizedWeight:
         """(N, K)."""
         rows, columns = self.codes.shape
         return rows, columns
+
+    @property
+    def is_float(self) -> bool:
+        """Whether codes are floats."""
+        return self.codes.is_floating_point()
 
     @property
     def group_size(self) -> int:

@@ -1,6 +1,6 @@
-"""From a matrix of floats to small integers: every group's scale and zero, and each weight's nearest code.
+"""From a matrix of floats to smaller numbers: every group's scale and zero, and each weight's nearest code.
 
-Scales are rounded to bfloat16 before the codes are chosen, as checkpoints store them in two bytes.
+Scales of integers are rounded to bfloat16 before the codes are chosen, as checkpoints store them in two bytes.
 
 Shapes: N out_features, K in_features, C inputs of a group, G = K / C groups of a row, R rows of a slice,
 M = R * G groups of a slice.
@@ -23,9 +23,11 @@ from gptfast.quantization import QuantizedWeight, WeightScheme, slice_rows
 SLICE_WEIGHTS = {"cpu": 2**18, "cuda": 2**23}
 """Weights that are rounded at once: on a CPU what its caches hold, on CUDA what keeps it busy."""
 RoundedRows = tuple[Tensor, Tensor, Tensor]
-"""Codes (R, K) int8, scales (R, G) float32 and zeros (R, G) int8, all 0 if symmetric."""
+"""Codes (R, K) of the scheme's dtype, scales (R, G) float32 and zeros (R, G) int8, all 0 if symmetric."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """The scale of a group of zeros."""
+LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
+"""448."""
 
 EXTREME_CODES = torch.linspace(5, 9.5, 12).tolist()
 """Symmetric candidates: the code that the largest magnitude of a group would have if there were enough of them."""
@@ -39,14 +41,17 @@ Three times as many of either, over more than this, lower the error by 0.2 % (Sm
 def round_to_nearest(weight: Tensor, scheme: WeightScheme, *, name: str = "the matrix") -> QuantizedWeight:
     """Round a matrix (N, K) of any floating dtype; the result lies on its device.
 
-    Of 8 bits a group's range is that of its weights; of 4 bits it is searched for, see `choose_ranges`. Beside
-    the matrix and the result this takes less than 32 MB on a CPU and 512 MB on CUDA. 100 M weights take 4 s at
-    4 bits and 0.2 s at 8 (one core of a Zen 5, torch 2.13, 2026-11-30).
+    Of 8 bits a group's range is that of its weights; of 4 bits it is searched for, see `choose_ranges`. Floats of 8
+    bits are rounded as torch does, see `round_to_float8`. Beside the matrix and the result this takes less than 32 MB
+    on a CPU and 512 MB on CUDA. 100 M weights take 4 s at 4 bits, 0.2 s at 8 and 1 s as floats (one core of
+    a Zen 5, torch 2.13, 2026-11-30).
 
     Raises UserError, which calls the matrix `name`, if the groups do not divide K or a weight is not finite.
     """
 
     def round_rows(values: Tensor) -> RoundedRows:
+        if scheme.is_float:
+            return round_to_float8(values, name=name)
         scales, zeros = choose_ranges(values, scheme, name=name)
         return choose_codes(values, scales, zeros, scheme), scales, zeros
 
@@ -68,7 +73,7 @@ def round_slices(
     """
     rows, columns = weight.shape
     groups = count_groups(columns, scheme, name)
-    codes = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
+    codes = torch.empty(rows, columns, dtype=scheme.dtype, device=weight.device)
     scales = torch.empty(rows, groups, device=weight.device)
     zeros = torch.empty(rows, groups, dtype=torch.int8, device=weight.device)
     for part in slice_rows(weight.shape, slice_weights or SLICE_WEIGHTS[weight.device.type]):
@@ -112,8 +117,7 @@ def choose_ranges(
     rows, columns = values.shape
     group_size = scheme.get_group_size(columns)
     scales, zeros = span_range(values, group_size, scheme)
-    if not torch.isfinite(scales).all():
-        raise UserError(f"{name} has weights that are not finite; the checkpoint is damaged")
+    check_scales(scales, name)
     if scheme.bits == 4:
         # One group a column: every operation then runs along contiguous memory.
         groups = values.view(-1, group_size).t().contiguous()
@@ -122,6 +126,24 @@ def choose_ranges(
             costs *= importance.view(-1, group_size).t().repeat(1, rows)
         scales, zeros = search_ranges(groups, costs, scales.flatten(), zeros.flatten(), scheme)
     return scales.view(rows, -1), zeros.view(rows, -1).to(torch.int8)
+
+
+def round_to_float8(values: Tensor, *, name: str = "the matrix") -> RoundedRows:
+    """Some rows (R, K) float32 as floats of 8 bits, to the nearest or, of two as near, the even one.
+
+    The largest magnitude of a row becomes 448, the largest there is. A scale keeps its 32 bits: there is one for a
+    whole row, and readers multiply in the dtype that they find it in. Raises UserError, which calls the matrix
+    `name`, if a weight is not finite.
+    """
+    scales = (values.abs().amax(1, keepdim=True) / LARGEST_FLOAT8).clamp(min=SMALLEST_SCALE)
+    check_scales(scales, name)
+    return (values / scales).to(torch.float8_e4m3fn), scales, torch.zeros_like(scales, dtype=torch.int8)
+
+
+def check_scales(scales: Tensor, name: str) -> None:
+    """Raise UserError, which calls the matrix `name`, if the weights are not finite that these scales are for."""
+    if not torch.isfinite(scales).all():
+        raise UserError(f"{name} has weights that are not finite; the checkpoint is damaged")
 
 
 def choose_codes(values: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightScheme) -> Tensor:

@@ -5,8 +5,9 @@ A module P of a weight (N, K) with G groups in a row stores, by its format,
 - `pack-quantized`: `P.weight_packed` int32, the codes of a row side by side, the first in the lowest bits, each with
   2**(bits - 1) added, and `P.weight_shape`, which is N and K;
 - `int-quantized`: `P.weight` int8 (N, K);
+- `float-quantized`: `P.weight` float8_e4m3fn (N, K), which is always symmetric;
 
-and with both `P.weight_scale` (N, G) and, where it is asymmetric, `P.weight_zero_point` (N, G), which
+and with all `P.weight_scale` (N, G) and, where it is asymmetric, `P.weight_zero_point` (N, G), which
 `pack-quantized` packs like the codes, but the codes of a column side by side. w = (code - zero) * scale.
 """
 
@@ -32,7 +33,7 @@ class CompressedMatrix:
     """A matrix (N, K), its codes still as they are stored.
 
     Attributes:
-        stored: (N, words of a row) int32, or (N, K) int8.
+        stored: (N, words of a row) int32, or (N, K) int8 or float8_e4m3fn.
         shape: (N, K).
         scheme: how it is stored.
         scales: (N, G) float32.
@@ -95,7 +96,7 @@ def open_matrix(parts: StoredParts, scheme: StoredScheme) -> CompressedMatrix:
     codes_name = "weight_packed" if scheme.is_packed else "weight"
     rows, columns = shape = _read_shape(parts, scheme)
     stored_shape = (rows, count_words(columns, bits)) if scheme.is_packed else shape
-    stored = parts.get(codes_name, stored_shape, torch.int32 if scheme.is_packed else torch.int8)
+    stored = parts.get(codes_name, stored_shape, torch.int32 if scheme.is_packed else scheme.rounding.dtype)
     group_size = scheme.rounding.get_group_size(columns)
     if columns % group_size:
         raise parts.refuse(codes_name, f"has rows of {columns} weights, no multiple of the group_size {group_size}")

@@ -11,17 +11,22 @@ from typing import Any
 
 from gptfast.checkpoint.fields import Fields
 from gptfast.errors import CheckpointError
-from gptfast.quantization import WeightScheme
+from gptfast.quantization import FLOAT8, WeightScheme
 
 QUANT_METHOD = "compressed-tensors"
 CONFIG_KEYS = ("quantization_config", "compression_config")
 """Where config.json has it; the second is how early versions of the library call it."""
 PACKED_FORMAT = "pack-quantized"
-UNPACKED_FORMATS = ("int-quantized", "naive-quantized")
+FLOAT_FORMAT = "float-quantized"
+FORMATS = {
+    "int": (PACKED_FORMAT, "int-quantized", "naive-quantized"),
+    "float": (FLOAT_FORMAT, "naive-quantized"),
+}
+"""By the type of a weight; all but the first of integers store each in a byte."""
 PATTERN_PREFIX = "re:"
-QUANTIZED_PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx")
+QUANTIZED_PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx", "input_scale")
 """The tensors that only a quantized layer has, by the last part of their names."""
-ADVICE = "use a checkpoint whose weights alone are quantized, to int4 or int8"
+ADVICE = "use a checkpoint whose weights alone are quantized, to int4, int8 or fp8"
 
 
 @dataclass(frozen=True)
@@ -30,15 +35,17 @@ class StoredScheme:
 
     Attributes:
         rounding: bits, groups and symmetry.
-        is_packed: whether codes lie in int32 words; else each is an int8.
+        is_packed: whether codes lie in int32 words; else each is a byte.
         has_one_scale: whether the whole matrix has one scale, and one zero, instead of one for every row.
         is_reordered: whether a tensor tells the group of every column.
+        rounds_inputs: whether activations were meant to be rounded too, which they are not here.
     """
 
     rounding: WeightScheme
     is_packed: bool
     has_one_scale: bool = False
     is_reordered: bool = False
+    rounds_inputs: bool = False
 
     def list_parts(self) -> set[str]:
         """The tensors that a layer must have, by the last part of their names."""
@@ -46,6 +53,10 @@ class StoredScheme:
         zeros = set() if self.rounding.symmetric else {"weight_zero_point"}
         order = {"weight_g_idx"} if self.is_reordered else set()
         return codes | {"weight_scale"} | zeros | order
+
+    def list_optional_parts(self) -> set[str]:
+        """Those that it may have."""
+        return {"weight_g_idx", "input_scale"} if self.rounds_inputs else {"weight_g_idx"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,8 @@ def parse_compression(raw: Mapping[str, Any], source: str) -> Compression | None
     """The quantization that a `config.json` describes, or None; `source` names the file in errors.
 
     Raises CheckpointError for another method than that of compressed-tensors, and for what is not computed:
-    quantized activations, float codes, sparse or rotated weights.
+    activations of integers, floats of other than 8 bits, sparse or rotated weights. Activations that were meant to be
+    floats of 8 bits are no reason to refuse the weights: left as they are, they lose nothing.
     """
     config = Fields(raw, source)
     fields = next(filter(None, map(config.get_fields, CONFIG_KEYS)), None)
@@ -130,7 +142,7 @@ def matches_target(target: str, module: str) -> bool:
 
 def _check_parts(module: str, own: set[str], scheme: StoredScheme | None, path: Path) -> None:
     needed = {"weight"} if scheme is None else scheme.list_parts()
-    optional = set() if scheme is None else {"weight_g_idx"}
+    optional = set() if scheme is None else scheme.list_optional_parts()
     if unknown := own - needed - optional:
         raise CheckpointError(
             f"{path} has tensor {module}.{min(unknown)}, which its quantization_config does not account for; "
@@ -146,7 +158,7 @@ def _refuse_unsupported(fields: Fields) -> None:
     status = fields.raw.get("quantization_status")
     if status not in (None, "compressed"):
         raise CheckpointError(
-            f"{fields.source} has quantization_status = {status!r:.80}, so its weights are not stored as integers; "
+            f"{fields.source} has quantization_status = {status!r:.80}, so its weights are not stored rounded; "
             "save the model again with save_compressed=True"
         )
     for key in ("kv_cache_scheme", "moe_sparsity_config"):
@@ -161,33 +173,44 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _parse_group(group: Fields, common_format: Any) -> StoredScheme:
-    for key in ("input_activations", "output_activations"):
-        if group.raw.get(key) is not None:
-            raise _refuse(group, key)
     stored_format = group.raw.get("format") or common_format
-    if stored_format != PACKED_FORMAT and stored_format not in UNPACKED_FORMATS:
+    if not any(stored_format in formats for formats in FORMATS.values()):
         raise CheckpointError(
             f"{group.source} are of the format {stored_format!r:.80}, which is not supported; {ADVICE}"
         )
     weights = group.get_fields("weights")
     if weights is None:
         raise group.refuse("weights", "an object")
-    if weights.raw.get("type", "int") != "int":
-        raise _refuse(weights, "type")
+    kind = weights.raw.get("type", "int")
+    if not any(kind == name and stored_format in formats for name, formats in FORMATS.items()):
+        raise weights.refuse("type", f"one of the format {stored_format}")
+    is_float, is_packed = kind == "float", stored_format == PACKED_FORMAT
+    if group.raw.get("output_activations") is not None:
+        raise _refuse(group, "output_activations")
+    rounds_inputs = group.raw.get("input_activations") is not None
+    if rounds_inputs and not _are_floats_of_8_bits(group.get_fields("input_activations")):
+        raise _refuse(group, "input_activations")
     bits = weights.get_size("num_bits")
-    is_packed = stored_format == PACKED_FORMAT
     if bits not in ((4, 8) if is_packed else (8,)):
         raise _refuse(weights, "num_bits")
     strategy = weights.raw.get("strategy") or _infer_strategy(weights)
-    if strategy not in ("group", "channel", "tensor"):
+    if strategy not in (("channel", "tensor") if is_float else ("group", "channel", "tensor")):
         raise _refuse(weights, "strategy")
+    is_symmetric = weights.get_flag("symmetric", True)
+    if is_float and not is_symmetric:
+        raise _refuse(weights, "symmetric")
     group_size = weights.get_size("group_size") if strategy == "group" else None
     return StoredScheme(
-        rounding=WeightScheme(bits, group_size, weights.get_flag("symmetric", True)),
+        rounding=FLOAT8 if is_float else WeightScheme(bits, group_size, is_symmetric),
         is_packed=is_packed,
         has_one_scale=strategy == "tensor",
         is_reordered=weights.raw.get("actorder") in ("group", "dynamic", True),
+        rounds_inputs=rounds_inputs,
     )
+
+
+def _are_floats_of_8_bits(activations: Fields | None) -> bool:
+    return activations is not None and (activations.raw.get("type"), activations.raw.get("num_bits")) == ("float", 8)
 
 
 def _infer_strategy(weights: Fields) -> str:

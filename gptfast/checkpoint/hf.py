@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from gptfast.errors import CheckpointError
 from gptfast.files import read_head, read_json
 from gptfast.quantization import QuantizedWeight, slice_rows
 from gptfast.tokenizer import Tokenizer, open_tokenizer
+
+logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -70,6 +73,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         self._dense = {name: stored_name for name, (_, stored_name) in locations.items() if stored_name not in parts}
         self._shapes = list_tensor_shapes(self.config)
         self.stored_bytes = sum(file.stat().st_size for file in self._files)
+        if any(scheme.rounds_inputs for scheme in self._modules.values()):
+            logger.warning("%s is made for activations rounded to fp8; here they stay in the run's dtype", path)
 
     def names(self) -> frozenset[str]:
         """See `Checkpoint.names`."""

@@ -15,6 +15,9 @@ from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.config import GenerationDefaults
 from gptfast.quantization import QuantizedWeight, WeightScheme
 
+FLOAT8_DEVIATION = 100.06
+"""Of evenly distributed finite floats of 8 bits."""
+
 
 class RandomCheckpoint(Checkpoint):
     """See `Checkpoint`. Every tensor is a function of its name alone, so runs can be compared; its dtype is bfloat16.
@@ -55,6 +58,12 @@ class RandomCheckpoint(Checkpoint):
         """See `Checkpoint.read_rounded`; codes are drawn as they are, as rounding billions of weights takes minutes."""
         rows, columns = shape
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        if scheme.is_float:
+            # All bytes but the two that are NaN, 127 and 255.
+            codes = torch.empty(rows, columns, dtype=torch.uint8).random_(0, 254, generator=generator)
+            codes += codes >= 127
+            scales = torch.full((rows, 1), columns**-0.5 / FLOAT8_DEVIATION)
+            return QuantizedWeight(codes.view(scheme.dtype), scales, scheme.bits)
         limit = 2 ** (scheme.bits - 1)
         codes = torch.empty(rows, columns, dtype=torch.int8).random_(-limit, limit, generator=generator)
         # Of evenly distributed codes the deviation is limit / sqrt(3).

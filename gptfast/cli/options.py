@@ -24,7 +24,7 @@ eager_option = click.option(
     "--compile/--no-compile", default=True, show_default=True, help="Run compiled steps, or eager ones."
 )
 weights_option = click.option(
-    "--weights", default="stored", show_default=True, help="Decode from stored, fp32, bf16, int8 or int4 weights."
+    "--weights", default="stored", show_default=True, help="Decode from stored, fp32, bf16, fp8, int8 or int4 weights."
 )
 activations_option = click.option(
     "--activations", help="fp32, or int8: rounded for quantized weights [default: int8 where there are such]."

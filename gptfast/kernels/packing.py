@@ -37,11 +37,11 @@ def pack(weight: Tensor | QuantizedWeight) -> Tensor:
 
 
 def can_pack(weight: QuantizedWeight) -> bool:
-    """Whether the kernels have its groups: of a multiple of 32 inputs, or those of llama.cpp's K-quants."""
+    """Whether the kernels have its groups: of a multiple of 32 inputs, or those of llama.cpp's K-quants; of integers."""
     columns = weight.shape[1]
     if weight.super_scales is not None:
         return columns % SUPER_BLOCK == 0 and weight.group_size == (16 if weight.bits == 6 else BLOCK)
-    return weight.bits != 6 and (weight.group_size == columns or weight.group_size % BLOCK == 0)
+    return weight.bits != 6 and not weight.is_float and (weight.group_size == columns or weight.group_size % BLOCK == 0)
 
 
 def is_exact_in_half(*values: Tensor | None) -> bool:

@@ -11,7 +11,7 @@ from gptfast.checkpoint import open_checkpoint
 from gptfast.checkpoint.base import Checkpoint
 from gptfast.decode import MOST_VERIFIED
 from gptfast.errors import UserError
-from gptfast.loading import ROUNDED_WEIGHTS, Weights, check_memory, estimate_weight_bytes, load_model
+from gptfast.loading import Weights, check_memory, estimate_weight_bytes, load_model
 from gptfast.model import Transformer
 from gptfast.runner import Runner
 from gptfast.speculation.controller import SpeculationController
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 NGRAM = "ngram"
 LAYERS = re.compile(r"layers:(\d+)")
+PRECISIONS: dict[str, Weights] = {"int4": "int4", "int8": "int8"}
+"""In which a model drafts for itself; fp8 takes the bytes of int8 and is coarser."""
 CHOICES = "give ngram, int4, int8, layers:N or a checkpoint's path, or two as in ngram,int4"
 MOST_DRAFTED = 8
 MOST_LOOKED_UP = MOST_VERIFIED - 1
@@ -72,7 +74,7 @@ def check_draft(draft: str | Path | None, k: int | None, batch_size: int) -> Non
     if k is not None and not (isinstance(k, int) and 1 <= k < MOST_VERIFIED):
         raise UserError(f"{k!r} tokens cannot be speculated at once; use 1 to {MOST_VERIFIED - 1}, or None for auto")
     for name in split_draft(os.fspath(draft)):
-        is_known = name in (NGRAM, *ROUNDED_WEIGHTS) or LAYERS.fullmatch(name)
+        is_known = name in (NGRAM, *PRECISIONS) or LAYERS.fullmatch(name)
         if not is_known and not Path(os.path.expanduser(name)).exists():
             raise UserError(f"the draft {name} does not exist; {CHOICES}")
 
@@ -102,8 +104,8 @@ def _load_draft_model(name: str, target: Runner, checkpoint: Checkpoint, tokeniz
     if cut := LAYERS.fullmatch(name):
         return cut_layers(target.model, int(cut[1]))
     weights: Weights = "stored"
-    if name in ("int4", "int8"):
-        weights = _choose_weights(checkpoint, "int4" if name == "int4" else "int8", target)
+    if name in PRECISIONS:
+        weights = _choose_weights(checkpoint, PRECISIONS[name], target)
     else:
         path = Path(os.path.expanduser(name))
         checkpoint, target_checkpoint = open_checkpoint(path), checkpoint

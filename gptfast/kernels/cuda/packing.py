@@ -83,7 +83,7 @@ def pack(weight: Tensor | QuantizedWeight, scales: Tensor | None = None) -> Pack
     become int8. Raises ValueError for what `can_pack` refuses.
     """
     if isinstance(weight, QuantizedWeight):
-        return pack_quantized(weight)
+        return pack(weight.codes, weight.scales[:, 0]) if weight.is_float else pack_quantized(weight)
     if weight.dtype not in KINDS:
         raise ValueError(f"the CUDA kernels have no matrices of {weight.dtype}; convert it to bfloat16 or float16")
     kind = KINDS[weight.dtype]
