@@ -78,10 +78,11 @@ HEAD = Precision("int8 per channel", dense_bytes=2, bits=8, scale_bytes=2)
 PRECISIONS = (
     Precision("float32", dense_bytes=4),
     Precision("bfloat16", dense_bytes=2),
+    Precision("fp8 per channel", dense_bytes=2, bits=8, scale_bytes=4),
     HEAD,
     Precision("int4 group 32", dense_bytes=2, bits=4, group_size=32, scale_bytes=2),
 )
-"""What `load` makes of weights: fp32, bf16, int8 and int4."""
+"""What `load` makes of weights: fp32, bf16, fp8, int8 and int4."""
 KV_ELEMENT_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "int8": 1}
 _AS_STORED = Precision("as stored", dense_bytes=2)
 

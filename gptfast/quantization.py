@@ -1,4 +1,4 @@
-"""Matrices as small integers or floats of 8 bits: the form that readers and rounding produce and that kernels pack their weights from.
+"""Matrices as small integers or floats: the form that readers and rounding produce and that kernels pack.
 
 Shapes: N out_features, K in_features, G groups of `group_size` consecutive inputs of a row.
 """

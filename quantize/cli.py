@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from gptfast.quantization import WeightScheme
     from quantize.convert import Mode
 
-MODES = ("int8", "int4", "int4-hqq", "int4-gptq")
+MODES = ("fp8", "int8", "int4", "int4-hqq", "int4-gptq")
 GROUPS = ("32", "64", "128", "channel")
 SKIPPED = 1
 """The exit code where layers stayed dense that were to be rounded."""
 
 
 @click.command()
-@click.option("--mode", type=click.Choice(MODES), required=True, help="int8 and int4 round to the nearest code.")
+@click.option("--mode", type=click.Choice(MODES), required=True, help="fp8, int8 and int4 round to nearest.")
 @click.option(
-    "--group-size", type=click.Choice(GROUPS), help="Inputs that share a scale [default: 32; channel for int8]."
+    "--group-size", type=click.Choice(GROUPS), help="Inputs that share a scale [default: 32; channel for int8 and fp8]."
 )
 @click.option("--symmetric/--asymmetric", default=True, show_default=True, help="Asymmetric groups have a zero.")
 @click.option(
     "--keep",
     multiple=True,
     metavar="TARGET=PRECISION",
-    help="Store layers as int8, bf16 or fp32: a module's name or re:PATTERN. Repeatable "
-    "[default: lm_head=int8 with symmetric int4].",
+    help="Store layers as int8, fp8, bf16 or fp32: a module's name or re:PATTERN. Repeatable "
+    "[default: lm_head=int8 with fp8 and symmetric int4].",
 )
 @click.option(
     "--calibration",
@@ -130,9 +130,15 @@ def notice_signals() -> Iterator[None]:
 
 
 def choose_scheme(mode: Mode, group_size: str | None, symmetric: bool) -> WeightScheme:
-    """The scheme that the options ask for."""
-    from gptfast.quantization import WeightScheme
+    """The scheme that the options ask for; raises UserError for groups or zeros of floats."""
+    from gptfast.quantization import FLOAT8, WeightScheme
 
+    if mode == "fp8":
+        if group_size not in (None, "channel"):
+            raise UserError(f"mode fp8 has a scale per channel and no groups of {group_size}; leave --group-size away")
+        if not symmetric:
+            raise UserError("mode fp8 is of floats, which are symmetric; leave --asymmetric away")
+        return FLOAT8
     bits = 8 if mode == "int8" else 4
     group = group_size or ("channel" if bits == 8 else "32")
     return WeightScheme(bits, None if group == "channel" else int(group), symmetric)

@@ -27,7 +27,7 @@ from quantize.plan import Plan, PlannedTensor
 from quantize.report import LayerReport, Report
 from quantize.writer import ShardWriter, check_disk_space, resolve_output, write_aside
 
-Mode = Literal["int8", "int4", "int4-hqq", "int4-gptq"]
+Mode = Literal["fp8", "int8", "int4", "int4-hqq", "int4-gptq"]
 OnLayer = Callable[[str], None]
 
 
@@ -36,7 +36,7 @@ class Settings:
     """How matrices are rounded.
 
     Attributes:
-        mode: int8 and int4 round to nearest, with a search for the range of every group at 4 bits.
+        mode: fp8, int8 and int4 round to nearest, with a search for the range of every group at 4 bits.
         scheme: of the layers that no rule is for.
         calibration_ids: (B, S) int64, the text that int4-gptq rounds by; None for the other modes.
     """

@@ -19,6 +19,7 @@ from gptfast.config import ModelConfig
 from gptfast.loading import EMBEDDING, HEAD, list_sources
 from gptfast.model import TransformerBlock, build_attention_mask, compute_rope_tables
 from gptfast.quantization import QuantizedWeight, WeightScheme
+from gptfast.rounding import round_to_nearest
 from quantize.gptq import Hessian, compensate, factorize
 
 TOKENS_AT_ONCE = 4096
@@ -117,7 +118,12 @@ class CalibratedBlock:
         parts = torch.split(weight, [shapes[source][0] for source in sources])
         for source, scheme, part in zip(sources, schemes, parts, strict=True):
             if scheme is not None:
-                rounded = compensate(part, statistics, scheme, name=source)
+                # What a rule keeps as fp8 is rounded by itself: `compensate` chooses integers.
+                rounded = (
+                    round_to_nearest(part, scheme, name=source)
+                    if scheme.is_float
+                    else compensate(part, statistics, scheme, name=source)
+                )
                 part.copy_(rounded.dequantize())
                 yield source, rounded
 

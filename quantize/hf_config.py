@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gptfast.checkpoint.compressed_tensors import PACKED_FORMAT, PATTERN_PREFIX, QUANT_METHOD
+from gptfast.checkpoint.compressed_tensors import FLOAT_FORMAT, PACKED_FORMAT, PATTERN_PREFIX, QUANT_METHOD
 from gptfast.config import ModelConfig, RopeScaling
 from gptfast.errors import CheckpointError
 from gptfast.model import scale_rope_frequencies
@@ -23,6 +23,8 @@ CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+MIXED_FORMATS = "mixed-precision"
+"""What the library calls the format of a whole whose groups differ in theirs."""
 FLOAT32_ACCURACY = 1e-5
 """Relative: what is left of float32 after llama.cpp's converter took differences of rotations."""
 
@@ -131,9 +133,10 @@ def make_quantization_config(plan: Plan) -> dict[str, Any]:
         )
         for number, (scheme, tensors) in enumerate(schemes.items())
     }
+    formats = {get_format(scheme) for scheme in schemes}
     return {
         "quant_method": QUANT_METHOD,
-        "format": PACKED_FORMAT,
+        "format": formats.pop() if len(formats) == 1 else MIXED_FORMATS,
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": ignored,
@@ -148,10 +151,10 @@ def make_config_group(scheme: WeightScheme, targets: list[str]) -> dict[str, Any
     """One entry of `config_groups`."""
     return {
         "targets": targets,
-        "format": PACKED_FORMAT,
+        "format": get_format(scheme),
         "weights": {
             "num_bits": scheme.bits,
-            "type": "int",
+            "type": "float" if scheme.is_float else "int",
             "strategy": "channel" if scheme.group_size is None else "group",
             "group_size": scheme.group_size,
             "symmetric": scheme.symmetric,
@@ -161,6 +164,11 @@ def make_config_group(scheme: WeightScheme, targets: list[str]) -> dict[str, Any
         "input_activations": None,
         "output_activations": None,
     }
+
+
+def get_format(scheme: WeightScheme) -> str:
+    """The format of the tensors that `quantize.packing.pack` makes."""
+    return FLOAT_FORMAT if scheme.is_float else PACKED_FORMAT
 
 
 def list_targets(tensors: Iterable[PlannedTensor], rounded: Iterable[PlannedTensor]) -> list[str]:

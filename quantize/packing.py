@@ -1,8 +1,8 @@
-"""The tensors that the compressed-tensors format `pack-quantized` stores for a matrix.
+"""The tensors that compressed-tensors stores for a matrix: in its format `pack-quantized`, floats in `float-quantized`.
 
-Shapes: N out_features, K in_features, G groups. Codes are packed into int32, the first into the lowest bits, as
-unsigned numbers: a signed code or zero is raised by 2**(bits - 1). Source: `PackedQuantizationCompressor` of the
-compressed-tensors library, 0.20.
+Shapes: N out_features, K in_features, G groups. Integers are packed into int32, the first into the lowest bits, as
+unsigned numbers: a signed code or zero is raised by 2**(bits - 1). Floats stand as they are. Source:
+`PackedQuantizationCompressor` and `FloatQuantizationCompressor` of the compressed-tensors library, 0.20.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from gptfast.quantization import QuantizedWeight, WeightScheme
 def pack(weight: QuantizedWeight, scheme: WeightScheme) -> dict[str, Tensor]:
     """The stored tensors by the ends of their names, which stand where `weight` would.
 
-    A symmetric scheme's scales are stored as bfloat16, whose values they have. Those of an asymmetric one stay
-    float32, as transformers multiplies in the dtype of the scale and would round the product.
+    The scales of symmetric integers are stored as bfloat16, whose values they have. Those of an asymmetric scheme and
+    of floats stay float32, as transformers multiplies in the dtype of the scale and would round the product.
     """
+    if scheme.is_float:
+        return {"weight": weight.codes, "weight_scale": weight.scales}
     offset = 0 if weight.bits == 4 and weight.zeros is not None else 1 << (weight.bits - 1)
     tensors = {
         "weight_packed": pack_rows(weight.codes.view(torch.uint8) + offset, weight.bits),
@@ -46,7 +48,7 @@ def compute_packed_bytes(shape: tuple[int, int], scheme: WeightScheme) -> dict[s
     rows, columns = shape
     groups = columns // scheme.get_group_size(columns)
     weight = QuantizedWeight(
-        codes=torch.empty(shape, dtype=torch.int8, device="meta"),
+        codes=torch.empty(shape, dtype=scheme.dtype, device="meta"),
         scales=torch.empty((rows, groups), device="meta"),
         bits=scheme.bits,
         zeros=None if scheme.symmetric else torch.empty((rows, groups), dtype=torch.int8, device="meta"),

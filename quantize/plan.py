@@ -15,7 +15,7 @@ from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.errors import UserError
 from gptfast.loading import EMBEDDING, HEAD, check_names
 from gptfast.model import describe_dtype
-from gptfast.quantization import WeightScheme
+from gptfast.quantization import FLOAT8, WeightScheme
 from quantize.names import get_hf_module, get_hf_name, get_module
 from quantize.packing import compute_packed_bytes
 
@@ -23,7 +23,7 @@ GROUP_SIZES = (128, 64, 32)
 """Inputs that may share a scale, those that kernels commonly have (vLLM's and ours)."""
 STORED_DTYPES = {"F64": torch.float64} | DENSE_DTYPES
 KEPT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-KEPT_PRECISIONS = ("int8", *KEPT_DTYPES)
+KEPT_PRECISIONS = ("int8", "fp8", *KEPT_DTYPES)
 HEAD_NOTE = (
     "as transformers opens asymmetric files only where all layers are rounded alike; --keep lm_head=int8 rounds it"
 )
@@ -36,7 +36,7 @@ class KeepRule:
     Attributes:
         target: the name of a module, ours or Hugging Face's, or `re:` and a pattern that the beginning of such a name
             must match.
-        precision: one of `KEPT_PRECISIONS`; int8 has a scale per output channel.
+        precision: one of `KEPT_PRECISIONS`; int8 and fp8 have a scale per output channel.
     """
 
     target: str
@@ -165,11 +165,11 @@ def parse_keep_rule(text: str) -> KeepRule:
 
 
 def list_default_rules(scheme: WeightScheme) -> list[KeepRule]:
-    """With 4 bits the head is rounded to 8: it is the layer whose error nothing after it evens out.
+    """With 4 bits or floats the head is rounded to int8: it is the layer whose error nothing after it evens out.
 
     Not beside an asymmetric scheme: transformers opens such files only where all layers are rounded alike.
     """
-    return [KeepRule("lm_head", "int8")] if scheme.bits == 4 and scheme.symmetric else []
+    return [KeepRule("lm_head", "int8")] if (scheme.bits == 4 and scheme.symmetric) or scheme.is_float else []
 
 
 def make_plan(checkpoint: Checkpoint, scheme: WeightScheme, rules: Sequence[KeepRule]) -> Plan:
@@ -226,7 +226,9 @@ def plan_layer(dense: PlannedTensor, scheme: WeightScheme, rules: Sequence[KeepR
         return replace(dense, dtype=KEPT_DTYPES[matching[-1].precision])
     if not matching and dense.name == HEAD and not scheme.symmetric:
         return replace(dense, note=HEAD_NOTE)
-    asked = WeightScheme(8, None, scheme.symmetric) if matching else scheme
+    asked = scheme
+    if matching:
+        asked = FLOAT8 if matching[-1].precision == "fp8" else WeightScheme(8, None, scheme.symmetric)
     size, columns = asked.group_size, dense.shape[1]
     if size is None or columns % size == 0:
         return replace(dense, scheme=asked)

@@ -43,7 +43,7 @@ class Report:
     Attributes:
         source: the checkpoint that was read.
         output: the directory that was written.
-        mode: as asked for: int8, int4, int4-hqq or int4-gptq.
+        mode: as asked for: fp8, int8, int4, int4-hqq or int4-gptq.
         precision: the scheme that was asked for.
         source_bytes: of the source's tensors.
         stored_bytes: of the tensors that were written.
@@ -110,7 +110,7 @@ def format_errors(layers: Sequence[LayerReport]) -> str:
 
 def describe_error(layer: LayerReport) -> str:
     """The error in percent, or that there is none."""
-    return f"{100 * layer.relative_error:.2f}" if layer.precision.startswith("int") else "dense"
+    return f"{100 * layer.relative_error:.2f}" if layer.precision.startswith(("int", "fp")) else "dense"
 
 
 def list_notes(layers: Sequence[LayerReport]) -> list[str]:

@@ -72,6 +72,7 @@ def test_weight_bytes_by_hand() -> None:
     head = 128_256 * (4096 + 2)
     assert estimate(0, "int8 per channel").weight_bytes == quantized + 2 * rows + 2 * kept
     blocks = quantized - 128_256 * 4096
+    assert estimate(0, "fp8 per channel").weight_bytes == blocks + 4 * (rows - 128_256) + head + 2 * kept
     assert estimate(0, "int4 group 32").weight_bytes == blocks * 9 // 16 + head + 2 * kept  # 4.5 bits each
 
 
@@ -127,7 +128,7 @@ def test_stored_bytes_come_first() -> None:
     first, *others = estimate_memory(PRESETS["smollm2-135m"], 2**30, stored_bytes=96_000_000)
     assert (first.precision, first.weight_bytes) == ("as stored", 96_000_000)
     assert first.bits_per_weight == pytest.approx(8 * 96_000_000 / 134_515_008)
-    assert len(others) == 4
+    assert len(others) == 5
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from gptfast.checkpoint import open_checkpoint
 from gptfast.config import ModelConfig
 from gptfast.errors import UserError
 from gptfast.kernels import ops
-from gptfast.loading import WEIGHTS
-from gptfast.quantization import WeightScheme
+from gptfast.kernels.ops import Kernels
+from gptfast.loading import WEIGHTS, Weights, estimate_weight_bytes
+from gptfast.quantization import FLOAT8, WeightScheme
 from gptfast.rounding import round_to_nearest
 from gptfast.session import Session, load
+from quantize.convert import Settings, convert
+from quantize.plan import list_default_rules, make_plan
 from tests.reference.checkpoints import write_hf
 from tests.reference.families import FAMILIES, WIDE, random_tokens, random_weights
 from tests.reference.gguf_files import write_gguf
@@ -80,7 +84,9 @@ def round_weights(weights: Mapping[str, Tensor], config: ModelConfig, precision:
         if precision == "bf16":
             rounded[name] = weight.bfloat16().float()
         elif name == head or name != "tok_embeddings.weight":
-            scheme = INT4_GROUPS if precision == "int4" and name != head and weight.shape[1] % 32 == 0 else None
+            scheme = FLOAT8 if precision == "fp8" and name != head else None
+            if precision == "int4" and name != head and weight.shape[1] % 32 == 0:
+                scheme = INT4_GROUPS
             rounded[name] = round_to_nearest(weight, scheme or INT8_PER_CHANNEL, name=name).dequantize()
     return rounded
 
@@ -109,7 +115,7 @@ def test_every_rounding_is_one_that_the_reference_would_notice(write: Callable[[
     """Else the test above proves nothing."""
     session = load(write("apart"), **EXACT)
     weights = random_weights(CONFIGS["apart"])
-    for precision in ("bf16", "int8", "int4"):
+    for precision in ("bf16", "fp8", "int8", "int4"):
         with pytest.raises(AssertionError):
             assert_computes(session, round_weights(weights, CONFIGS["apart"], precision))
 
@@ -180,6 +186,63 @@ def test_types_without_a_kernel_are_expanded_with_one_line(tmp_path: Path, caplo
     assert lines == ["weights stored as Q5_0, Q5_1 have no kernel and are expanded to float32"]
     assert session.weights == "float32"
     assert_computes(session, weights)
+
+
+def test_weights_rounded_to_fp8_are_expanded_on_a_cpu_to_the_bit_with_one_line(
+    tmp_path: Path, has_kernels: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = random_weights(CONFIGS["apart"])
+    source = write_model(tmp_path / "source", CONFIGS["apart"], torch.bfloat16)
+    rounded = {name: weight.bfloat16().float() for name, weight in weights.items()}
+    for name, weight in rounded.items():
+        if name.startswith("layers.") and weight.dim() == 2:
+            rounded[name] = round_to_nearest(weight, FLOAT8).dequantize()
+    rounded["output.weight"] = round_to_nearest(rounded["output.weight"], INT8_PER_CHANNEL).dequantize()
+    expanded = write_tokenizer(write_hf(tmp_path / "expanded", rounded, CONFIGS["apart"]), train_byte_level())
+    with caplog.at_level(logging.INFO, "gptfast"):
+        session = load(source, weights="fp8", **EXACT)
+    lines = [record.getMessage() for record in caplog.records if "fp8" in record.getMessage()]
+    said = ["weights stored as BF16 are rounded to fp8 channel, and expanded to float32 as that has no kernel here"]
+    assert lines == (said if has_kernels else [])
+    if has_kernels:
+        assert session.weights == "float32 + int8 channel"
+    dense = load(expanded, **EXACT)
+    for layer, other in zip(session.runner.model.layers, dense.runner.model.layers, strict=True):
+        for one, two in zip(layer.parameters(), other.parameters(), strict=True):  # type: ignore[operator]
+            assert torch.equal(one, two)
+
+
+def test_a_file_of_fp8_is_what_fp8_makes_of_its_source_and_is_not_rounded_again(
+    tmp_path: Path, has_kernels: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = write_model(tmp_path / "source", CONFIGS["apart"], torch.bfloat16)
+    checkpoint = open_checkpoint(source)
+    plan = make_plan(checkpoint, FLOAT8, list_default_rules(FLOAT8))
+    convert(checkpoint, tmp_path / "fp8", plan, Settings("fp8", FLOAT8), lambda name: None)
+    tokens = random_tokens(CONFIGS["apart"], LENGTH)
+    expected = load(source, weights="fp8", **EXACT).runner.score(tokens)
+    with caplog.at_level(logging.INFO, "gptfast"):
+        for weights in ("stored", "fp8"):
+            caplog.clear()
+            assert torch.equal(load(tmp_path / "fp8", weights=weights, **EXACT).runner.score(tokens), expected)
+            lines = [record.getMessage() for record in caplog.records if "weights stored" in record.getMessage()]
+            said = ["weights stored as fp8 channel have no kernel and are expanded to float32"]
+            assert lines == (said if has_kernels else [])
+
+
+@pytest.mark.parametrize(("kernels", "bytes_more"), [("cpp", 3), ("triton", 0)])
+def test_the_estimate_of_fp8_knows_who_has_a_kernel_for_it(
+    kernels: Kernels, bytes_more: int, write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside int8, with the head of both in int8; where there is none it is held in float32."""
+    monkeypatch.setattr("gptfast.loading.choose_kernels", lambda _: kernels)
+    checkpoint = open_checkpoint(write("apart"))
+    dtype = torch.float32 if kernels == "cpp" else torch.bfloat16
+    choices: tuple[Weights, ...] = ("fp8", "int8")
+    fp8, int8 = (estimate_weight_bytes(checkpoint, choice, dtype, torch.device("cpu")) for choice in choices)
+    weights = random_weights(CONFIGS["apart"])
+    blocks = sum(weight.numel() for name, weight in weights.items() if name.startswith("layers.") and weight.dim() == 2)
+    assert fp8 - int8 == bytes_more * blocks
 
 
 def test_quantized_weights_can_be_rounded_again(tmp_path: Path) -> None:

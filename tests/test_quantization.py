@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptfast.quantization import slice_rows
+from gptfast.quantization import FLOAT8, join_rows, slice_rows
+from gptfast.rounding import round_to_nearest
 
 
 @given(
@@ -20,3 +21,11 @@ def test_slices_of_rows_follow_each_other_and_are_as_large_as_they_may_be(
     per_row = tensor[0].numel()
     assert all(part.numel() <= max(elements, per_row) for part in parts)
     assert all(part.numel() + per_row > elements for part in parts[:-1])
+
+
+def test_rows_of_floats_are_taken_and_joined() -> None:
+    weight = torch.randn(6, 33, generator=torch.Generator().manual_seed(0))
+    rounded = round_to_nearest(weight, FLOAT8)
+    joined = join_rows([rounded.select_rows(slice(0, 2)), rounded.select_rows(slice(2, 6))])
+    assert joined.is_float
+    assert joined.dequantize().equal(rounded.dequantize())

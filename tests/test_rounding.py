@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from gptfast.errors import UserError
-from gptfast.quantization import QuantizedWeight, WeightScheme
+from gptfast.quantization import FLOAT8, QuantizedWeight, WeightScheme
 from gptfast.rounding import choose_codes, get_code_range, round_to_nearest, span_range
 from tests.reference.matrices import matrices
 from tests.reference.sessions import run_process
@@ -143,14 +143,66 @@ def test_a_matrix_on_the_grid_of_a_scheme_is_rounded_exactly() -> None:
     assert round_to_nearest(weight, WeightScheme(4, 32, symmetric=False)).dequantize().equal(weight)
 
 
+FLOATS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+NUMBERS = FLOATS[FLOATS.isfinite()].unique()
+
+
+@settings(max_examples=25, deadline=None)
+@given(weight=matrices(128, (-40, 35)))
+def test_floats_of_8_bits_are_the_nearest_and_the_even_one_of_two(weight: Tensor) -> None:
+    rounded = round_to_nearest(weight, FLOAT8)
+    assert (rounded.codes.dtype, rounded.scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert rounded.scales.shape == (len(weight), 1)
+    assert rounded.zeros is None
+    steps = (weight / rounded.scales).double()
+    distances = (steps[..., None] - NUMBERS.double()).abs()
+    chosen = (steps - rounded.codes.double()).abs()
+    assert chosen.equal(distances.amin(-1))
+    is_tied = (distances == chosen[..., None]).sum(-1) > 1
+    assert (rounded.codes.view(torch.uint8)[is_tied] % 2 == 0).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(weight=MATRICES)
+def test_floats_of_8_bits_keep_four_significant_ones(weight: Tensor) -> None:
+    rounded = round_to_nearest(weight, FLOAT8)
+    error = (rounded.dequantize() - weight).abs()
+    least_normal = 2**-6 * rounded.scales
+    bound = torch.where(weight.abs() >= least_normal, weight.abs() * 2**-4, least_normal * 2**-4)
+    assert (error <= bound * (1 + 1e-5)).all()
+    largest = rounded.codes.float().abs().amax(1)
+    assert largest.equal(torch.where(weight.abs().amax(1) > 0, 448.0, 0.0))
+
+
+def test_floats_of_8_bits_round_ties_as_torch_does() -> None:
+    """448 makes the scale 1; between numbers of three bits behind the point lie ties of four."""
+    weight = torch.tensor([[448.0, 17.0, 19.0, -17.0, 2**-9 * 1.5, 2**-10, 3.0, 0.0]])
+    expected = torch.tensor([[448.0, 16.0, 20.0, -16.0, 2**-8, 0.0, 3.0, 0.0]])
+    rounded = round_to_nearest(weight, FLOAT8)
+    assert rounded.dequantize().equal(expected)
+    assert rounded.dequantize().equal(weight.to(torch.float8_e4m3fn).float())
+
+
+def test_what_was_rounded_to_floats_of_8_bits_comes_back() -> None:
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(5))
+    rounded = round_to_nearest(weight, FLOAT8)
+    again = round_to_nearest(rounded.dequantize(), FLOAT8)
+    assert again.codes.view(torch.uint8).equal(rounded.codes.view(torch.uint8))
+
+
+def test_numbers_too_small_for_a_scale_become_zero_and_not_nan() -> None:
+    weight = torch.full((1, 64), 1e-44)
+    assert round_to_nearest(weight, FLOAT8).dequantize().abs().max() < 1e-40
+
+
 def test_zeros_are_rounded_to_zeros() -> None:
-    for scheme in SCHEMES:
+    for scheme in (*SCHEMES, FLOAT8):
         assert round_to_nearest(torch.zeros(2, 64), scheme).dequantize().equal(torch.zeros(2, 64))
 
 
 def test_the_dtype_of_the_same_numbers_and_the_slices_do_not_matter() -> None:
     weight = torch.randn(300, 2048, generator=torch.Generator().manual_seed(3)).bfloat16()
-    for scheme in (WeightScheme(4, 64, symmetric=False), WeightScheme(8, None)):
+    for scheme in (WeightScheme(4, 64, symmetric=False), WeightScheme(8, None), FLOAT8):
         whole, part = round_to_nearest(weight, scheme), round_to_nearest(weight[137:139].float(), scheme)
         assert whole.select_rows(slice(137, 139)).dequantize().equal(part.dequantize())
 
@@ -160,7 +212,7 @@ def test_a_group_that_does_not_divide_the_inputs_is_refused() -> None:
         round_to_nearest(torch.ones(2, 90), WeightScheme(4, 64), name="layers.0.x")
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=WeightScheme.describe)
+@pytest.mark.parametrize("scheme", [*SCHEMES, FLOAT8], ids=WeightScheme.describe)
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_what_is_not_a_number_is_refused(scheme: WeightScheme, value: str) -> None:
     weight = torch.ones(2, 64)

@@ -288,7 +288,7 @@ def test_nothing_is_compiled_of_an_eager_target_or_its_draft(directory: Path) ->
         ({"dtype": "int3"}, "'int3' is not supported; use float32"),
         ({"dtype": "float16", "device": "cpu"}, "float16 is not supported on cpu"),
         ({"preset": "tiny"}, "both"),
-        ({"weights": "int3"}, "weights 'int3' is not supported; use stored, fp32, bf16, int8, int4"),
+        ({"weights": "int3"}, "weights 'int3' is not supported; use stored, fp32, bf16, fp8, int8, int4"),
         ({"activations": "int4"}, "activations 'int4' is not supported; use fp32, int8"),
         ({"kv_dtype": "fp16"}, "kv-dtype 'fp16' is not supported; use float32"),
     ],

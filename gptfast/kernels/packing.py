@@ -37,7 +37,7 @@ def pack(weight: Tensor | QuantizedWeight) -> Tensor:
 
 
 def can_pack(weight: QuantizedWeight) -> bool:
-    """Whether the kernels have its groups: of a multiple of 32 inputs, or those of llama.cpp's K-quants; of integers."""
+    """Whether the kernels have it: integers in groups of a multiple of 32 inputs, or llama.cpp's K-quants."""
     columns = weight.shape[1]
     if weight.super_scales is not None:
         return columns % SUPER_BLOCK == 0 and weight.group_size == (16 if weight.bits == 6 else BLOCK)

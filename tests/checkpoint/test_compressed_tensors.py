@@ -21,6 +21,7 @@ from torch import Tensor
 from gptfast.checkpoint import open_checkpoint
 from gptfast.checkpoint.compressed_matrix import unpack_words
 from gptfast.errors import CheckpointError, UserError
+from gptfast.kernels.ops import Kernels
 from gptfast.loading import load_model
 from tests.reference.checkpoints import INDEX_NAME, edit_json, write_hf
 from tests.reference.compressed_checkpoints import weights_args, write_compressed
@@ -52,6 +53,9 @@ MIXED_FORMATS = {
     "group_0": {"targets": ["re:.*mlp.*"], "weights": weights_args(8), "format": "int-quantized"},
     "group_1": {"targets": ["re:.*self_attn.*"], "weights": weights_args(4, 32)},
 }
+DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+FP8, FP8_TENSOR = weights_args(8, type="float"), weights_args(8, type="float", strategy="tensor")
 # A head of 65 rows ends within a word of zero points, inputs of 90 within a word of codes.
 ODD_ROWS = replace(CONFIG, vocab_size=65)
 ODD_COLUMNS = replace(CONFIG, ffn_dim=90)
@@ -107,6 +111,23 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str, str]] = {
         {"ignore": ["lm_head"], "dtype": torch.bfloat16},
         "int4 g32 asymmetric",
         "BF16",
+    ),
+    "fp8 channel": (ODD_COLUMNS, linear(FP8, format="float-quantized"), {}, "fp8 channel", "fp8 channel"),
+    "fp8 in the librarys own choice of format": (CONFIG, linear(FP8), {"ignore": ["lm_head"]}, "fp8 channel", "F32"),
+    "fp8 dynamic": (
+        CONFIG,
+        linear(FP8, input_activations=DYNAMIC),
+        {"ignore": ["lm_head"], "dtype": torch.bfloat16},
+        "fp8 channel",
+        "BF16",
+    ),
+    "fp8 static, one scale": (CONFIG, linear(FP8_TENSOR, input_activations=STATIC), {}, "fp8 channel", "fp8 channel"),
+    "int4 with fp8 activations": (
+        CONFIG,
+        linear(weights_args(4, 32), input_activations=DYNAMIC, format="pack-quantized"),
+        {},
+        "int4 g32",
+        "int4 g32",
     ),
     "shards": (CONFIG, LAYERS_AND_HEAD, {"max_shard_size": "30KB"}, "int4 g32", "int8 channel"),
 }
@@ -167,6 +188,7 @@ def test_what_the_library_writes_opens_to_the_same_values(case: str, tmp_path: P
             assert torch.equal(quantized.dequantize(), expected), name
             low, high = (0, 15) if quantized.zeros is not None else (-8, 7)
             assert quantized.bits == 8 or (quantized.codes.min() >= low and quantized.codes.max() <= high)
+            assert quantized.is_float == checkpoint.describe_type(name).startswith("fp8")
     for dtype in (torch.float32, torch.bfloat16):
         model = load_model(checkpoint, dtype=dtype)
         assert torch.equal(model.layers[1].attention.wo.weight, held["layers.1.attention.wo.weight"].to(dtype))
@@ -323,6 +345,93 @@ def test_settings_that_are_not_computed_are_refused_by_name(key: str, value: Any
 def test_groups_that_are_not_computed_are_refused_by_name(key: str, value: Any, directory: Path) -> None:
     edit_quantization(directory, lambda settings: settings["config_groups"]["group_0"].update({key: value}))
     assert_refused(directory, key, "group_0", str(value)[:15])
+
+
+@pytest.mark.parametrize(
+    ("activations", "lines"),
+    [(None, 0), (DYNAMIC, 1), (STATIC, 1)],
+    ids=["none", "dynamic", "static"],
+)
+def test_activations_that_were_to_be_fp8_are_left_alone_with_one_line(
+    activations: dict[str, Any] | None, lines: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups = linear(FP8, input_activations=activations, format="float-quantized")
+    held = write_compressed(tmp_path / "model", random_weights(CONFIG), CONFIG, groups)
+    tokens = random_tokens(CONFIG, 40)
+    caplog.clear()
+    logits = load_and_run(tmp_path / "model", tokens)
+    assert (logits.double() - reference_logits(held, CONFIG, tokens)).abs().max() < 1e-4
+    said = [record.getMessage() for record in caplog.records if "activations" in record.getMessage()]
+    assert len(said) == lines
+    assert all(str(tmp_path / "model") in line and "fp8" in line for line in said)
+
+
+@pytest.fixture(scope="module")
+def fp8_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fp8") / "model"
+    write_compressed(path, random_weights(CONFIG), CONFIG, linear(FP8, format="float-quantized"))
+    return path
+
+
+@pytest.fixture
+def fp8_directory(fp8_source: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(fp8_source, tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("type", "int"),
+        ("num_bits", 4),
+        ("strategy", "group"),
+        ("strategy", "block"),
+        ("symmetric", False),
+    ],
+)
+def test_floats_that_are_not_computed_are_refused_by_name(key: str, value: Any, fp8_directory: Path) -> None:
+    edit_quantization(
+        fp8_directory,
+        lambda settings: settings["config_groups"]["group_0"]["weights"].update({"group_size": 32, key: value}),
+    )
+    assert_refused(fp8_directory, key, "group_0")
+
+
+@pytest.mark.parametrize("changes", [{"type": "int"}, {"num_bits": 4}])
+def test_other_activations_of_floats_are_refused_by_name(changes: dict[str, Any], fp8_directory: Path) -> None:
+    edit_quantization(
+        fp8_directory,
+        lambda settings: settings["config_groups"]["group_0"].update(input_activations=DYNAMIC | changes),
+    )
+    assert_refused(fp8_directory, "input_activations", "group_0")
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "words"),
+    [
+        ("weight_scale", None, ["lacks tensor"]),
+        ("weight_scale", torch.ones(64), ["[64]", "[64, 1]"]),
+        ("weight_scale", torch.full((64, 1), torch.inf), ["not finite"]),
+        ("weight", torch.ones(64, 64, dtype=torch.int8), ["int8", "float8_e4m3fn"]),
+        ("weight", torch.ones(64, 64).to(torch.float8_e5m2), ["float8_e5m2", "float8_e4m3fn"]),
+        ("weight_zero_point", torch.zeros(64, 1), ["does not account for"]),
+        ("input_scale", torch.ones(1), ["does not account for"]),
+    ],
+)
+def test_a_part_of_floats_that_contradicts_the_config_is_named(
+    part: str, value: Tensor | None, words: list[str], fp8_directory: Path
+) -> None:
+    edit_weights(fp8_directory, **{part: value})
+    assert_refused(fp8_directory, f"{PREFIX}.{part}", *words)
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+@pytest.mark.parametrize("kernels", ["cpp", "triton", None])
+def test_a_float_that_is_no_number_is_refused(byte: int, kernels: Kernels | None, fp8_directory: Path) -> None:
+    codes = get_weight(fp8_directory, "weight").view(torch.uint8)
+    codes[-1, -1] = byte
+    edit_weights(fp8_directory, weight=codes.view(torch.float8_e4m3fn))
+    with pytest.raises(CheckpointError, match=f"{QUERY} .*NaN"):
+        load_model(open_checkpoint(fp8_directory), kernels=kernels)
 
 
 @pytest.mark.parametrize(

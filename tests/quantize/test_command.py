@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gptfast.checkpoint import open_checkpoint
+from gptfast.quantization import FLOAT8, WeightScheme
 from quantize.cli import name_output, notice_signals, show_progress
 from quantize.convert import Mode
-from quantize.plan import WeightScheme
 from tests.quantize.conftest import Quantizer
 from tests.reference.checkpoints import write_hf
 from tests.reference.families import FAMILIES, random_weights
@@ -62,20 +62,41 @@ def test_the_report_is_a_table_and_one_line_of_json(quantizer: Quantizer, model:
     assert f"{100 * first['relative_error']:.2f}" in lines[2]
 
 
-@pytest.mark.parametrize("mode", ["int8", "int4", "int4-hqq", "int4-gptq"])
-@pytest.mark.parametrize("sign", ["--symmetric", "--asymmetric"])
-def test_every_mode_writes_what_gptfast_opens(mode: str, sign: str, quantizer: Quantizer, model: Path) -> None:
-    options = ("--mode", mode, sign, "--group-size", 32, "--checkpoint", model, "--output", "out", "--json")
+@pytest.mark.parametrize(
+    ("mode", "group", "sign", "expected"),
+    [
+        *(
+            (mode, "32", sign, f"{mode[:4]} g32{' asymmetric' if sign == '--asymmetric' else ''}")
+            for mode in ("int8", "int4", "int4-hqq", "int4-gptq")
+            for sign in ("--symmetric", "--asymmetric")
+        ),
+        ("fp8", "channel", "--symmetric", "fp8 channel"),
+    ],
+)
+def test_every_mode_writes_what_gptfast_opens(
+    mode: str, group: str, sign: str, expected: str, quantizer: Quantizer, model: Path
+) -> None:
+    options = ("--mode", mode, sign, "--group-size", group, "--checkpoint", model, "--output", "out", "--json")
     outcome = quantizer(*options)
     assert outcome.exit_code == 0, outcome.stderr
     source, result = open_checkpoint(model), open_checkpoint(Path("out"))
-    bits = "int8" if mode == "int8" else "int4"
-    expected = f"{bits} g32{' asymmetric' if sign == '--asymmetric' else ''}"
     assert result.describe_type("layers.1.feed_forward.w2.weight") == expected
     for layer in outcome.json["layers"]:
         exact, written = (checkpoint.read(layer["name"]).double() for checkpoint in (source, result))
         # As exact as float32 sums are: the scales that the mode chose are those that the file holds.
         assert layer["relative_error"] == pytest.approx(float((written - exact).norm() / exact.norm()), rel=1e-5)
+
+
+def test_fp8_reports_what_it_cost_and_keeps_the_head_in_int8(quantizer: Quantizer, model: Path) -> None:
+    outcome = quantizer("--mode", "fp8", "--checkpoint", model, "--json")
+    assert outcome.exit_code == 0, outcome.stderr
+    facts = outcome.json
+    assert (facts["output"], facts["precision"]) == ("model-fp8-channel", "fp8 channel")
+    assert {layer["precision"] for layer in facts["layers"]} == {"fp8 channel", "int8 channel"}
+    assert facts["layers"][-1]["precision"] == "int8 channel"
+    # Of normal weights: three bits behind the point leave a 28th on the mean, int8's 256 even steps a third of that.
+    assert all(0.02 < layer["relative_error"] < 0.03 for layer in facts["layers"][:-1])
+    assert f"{100 * facts['layers'][0]['relative_error']:.2f}" in outcome.stdout.splitlines()[2]
 
 
 def test_gptq_reads_the_calibration_text_that_is_given(quantizer: Quantizer, model: Path, tmp_path: Path) -> None:
@@ -92,7 +113,7 @@ def test_gptq_reads_the_calibration_text_that_is_given(quantizer: Quantizer, mod
     ("options", "words"),
     [
         (("--keep", "lm_head"), ["keep is 'lm_head'"]),
-        (("--keep", "lm_head=int2"), ["TARGET=int8|bf16|fp32"]),
+        (("--keep", "lm_head=int2"), ["TARGET=int8|fp8|bf16|fp32"]),
         (("--keep", "head=int8"), ["no linear layer"]),
         (("--calibration", __file__), ["--mode int4-gptq"]),
         (("--output", "missing/out"), ["missing", "No such file"]),
@@ -102,6 +123,21 @@ def test_options_that_cannot_be_honoured_are_refused(
     options: tuple[str, ...], words: list[str], quantizer: Quantizer, model: Path, tmp_path: Path
 ) -> None:
     quantizer("--mode", "int4", "--checkpoint", model, *options).assert_refused(*words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--group-size", 64), ["mode fp8", "no groups of 64", "--group-size"]),
+        (("--asymmetric",), ["mode fp8", "--asymmetric"]),
+        (("--calibration", __file__), ["--mode int4-gptq"]),
+    ],
+)
+def test_options_that_floats_do_not_have_are_refused(
+    options: tuple[str, ...], words: list[str], quantizer: Quantizer, model: Path, tmp_path: Path
+) -> None:
+    quantizer("--mode", "fp8", "--checkpoint", model, *options).assert_refused(*words)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -324,6 +360,7 @@ def test_help_waits_for_no_torch() -> None:
     ("mode", "scheme", "name"),
     [
         ("int8", WeightScheme(8, None), "m.Q8-int8-channel"),
+        ("fp8", FLOAT8, "m.Q8-fp8-channel"),
         ("int4-gptq", WeightScheme(4, 64, symmetric=False), "m.Q8-int4-gptq-g64-asymmetric"),
     ],
 )

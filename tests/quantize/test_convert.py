@@ -15,7 +15,8 @@ from torch import Tensor
 
 from gptfast.checkpoint import open_checkpoint
 from gptfast.config import ModelConfig, RopeScaling
-from gptfast.quantization import WeightScheme
+from gptfast.quantization import FLOAT8, WeightScheme
+from gptfast.rounding import round_to_nearest
 from quantize import writer
 from quantize.convert import Settings, convert
 from quantize.names import get_hf_module
@@ -45,7 +46,7 @@ def _one_thread() -> None:
 def quantize(source: Path, output: Path, scheme: WeightScheme, rules: list[KeepRule] | None = None) -> Report:
     checkpoint = open_checkpoint(source)
     plan = make_plan(checkpoint, scheme, list_default_rules(scheme) if rules is None else rules)
-    settings = Settings("int8" if scheme.bits == 8 else "int4", scheme)
+    settings = Settings("fp8" if scheme.is_float else "int8" if scheme.bits == 8 else "int4", scheme)
     return convert(checkpoint, output, plan, settings, lambda name: None)
 
 
@@ -87,6 +88,43 @@ def test_other_symmetric_schemes_open_in_transformers(
 ) -> None:
     quantize(family_directory("llama-tied"), tmp_path / "out", scheme)
     assert_agree(tmp_path / "out", FAMILIES["llama-tied"])
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rules", "head"),
+    [
+        (FLOAT8, None, "int8 channel"),
+        (FLOAT8, [], "fp8 channel"),
+        (FLOAT8, [KeepRule("lm_head", "bf16")], "bfloat16"),
+        (INT4, [KeepRule("lm_head", "fp8")], "fp8 channel"),
+    ],
+    ids=["int8 head", "fp8 head", "dense head", "int4 with an fp8 head"],
+)
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3"])
+def test_fp8_opens_in_transformers(
+    scheme: WeightScheme,
+    rules: list[KeepRule] | None,
+    head: str,
+    family: str,
+    tmp_path: Path,
+    family_directory: FamilyDirectory,
+) -> None:
+    report = quantize(family_directory(family), tmp_path / "out", scheme, rules)
+    precisions = {layer.hf_name: layer.precision for layer in report.layers}
+    assert precisions.pop("lm_head") == head
+    assert set(precisions.values()) == {scheme.describe()}
+    assert_agree(tmp_path / "out", FAMILIES[family])
+
+
+def test_fp8_is_read_back_to_the_bit(tmp_path: Path, family_directory: FamilyDirectory) -> None:
+    quantize(family_directory("llama-bias"), tmp_path / "out", FLOAT8)
+    source, result = open_checkpoint(family_directory("llama-bias")), open_checkpoint(tmp_path / "out")
+    name = "layers.1.feed_forward.w2.weight"
+    rounded, read = round_to_nearest(source.read(name), FLOAT8), result.read_quantized(name)
+    assert read is not None
+    assert torch.equal(read.codes.view(torch.uint8), rounded.codes.view(torch.uint8))
+    assert torch.equal(read.scales, rounded.scales)
+    assert torch.equal(result.read(name), rounded.dequantize())
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")

@@ -13,7 +13,7 @@ from torch import Tensor
 from gptfast.checkpoint import open_checkpoint
 from gptfast.config import ModelConfig
 from gptfast.errors import UserError
-from gptfast.quantization import QuantizedWeight, WeightScheme
+from gptfast.quantization import FLOAT8, QuantizedWeight, WeightScheme
 from gptfast.rounding import round_to_nearest
 from quantize.gptq import Hessian, factorize, quantize_gptq
 from quantize.gptq_model import iterate_gptq
@@ -210,6 +210,15 @@ def test_what_is_not_to_be_rounded_stays_as_it_is(family_directory: Callable[[st
     rounded = dict(iterate_gptq(checkpoint, schemes.get, token_ids))
     assert list(rounded) == list(schemes)
     assert rounded["layers.1.attention.wv.weight"].bits == 8
+
+
+def test_what_is_kept_as_floats_is_rounded_by_itself(family_directory: Callable[[str], Path]) -> None:
+    checkpoint = open_checkpoint(family_directory("llama-8-2"))
+    name = "layers.1.attention.wv.weight"
+    token_ids = torch.tensor([random_tokens(checkpoint.config, 24)])
+    rounded = dict(iterate_gptq(checkpoint, lambda each: FLOAT8 if each == name else INT4, token_ids))
+    assert rounded[name].is_float
+    assert rounded[name].dequantize().equal(round_to_nearest(checkpoint.read(name), FLOAT8).dequantize())
 
 
 def test_sequences_that_are_computed_apart_count_alike(

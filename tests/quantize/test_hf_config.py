@@ -14,7 +14,7 @@ from gptfast.checkpoint.hf_config import parse_config
 from gptfast.checkpoint.presets import PRESETS
 from gptfast.config import RopeScaling
 from gptfast.errors import CheckpointError
-from gptfast.quantization import WeightScheme
+from gptfast.quantization import FLOAT8, WeightScheme
 from quantize.hf_config import make_hf_config, make_quantization_config
 from quantize.names import get_hf_module
 from quantize.plan import KeepRule, make_plan
@@ -77,6 +77,8 @@ def is_match(target: str, module: str) -> bool:
         (WeightScheme(4, 32), [], [["Linear"]], []),
         (WeightScheme(4, 32), [KeepRule("lm_head", "bf16")], [["Linear"]], ["lm_head"]),
         (WeightScheme(4, 32), [KeepRule("lm_head", "int8")], [[r"re:.*layers\..*"], ["lm_head"]], []),
+        (FLOAT8, [KeepRule("lm_head", "int8")], [[r"re:.*layers\..*"], ["lm_head"]], []),
+        (FLOAT8, [KeepRule("lm_head", "fp8")], [["Linear"]], []),
     ],
 )
 def test_groups_name_their_layers(
@@ -110,10 +112,30 @@ def test_every_layer_is_matched_by_its_own_group_alone(family_directory: FamilyD
     assert sorted(config["ignore"]) == ["model.layers.0.mlp.gate_proj", "model.layers.1.mlp.gate_proj"]
 
 
+@pytest.mark.parametrize(
+    ("head", "formats", "common"),
+    [
+        ("fp8", ["float-quantized"], "float-quantized"),
+        ("bf16", ["float-quantized"], "float-quantized"),
+        ("int8", ["float-quantized", "pack-quantized"], "mixed-precision"),
+    ],
+)
+def test_floats_have_the_format_that_other_readers_know(
+    head: str, formats: list[str], common: str, family_directory: FamilyDirectory
+) -> None:
+    plan = make_plan(open_checkpoint(family_directory("llama-8-2")), FLOAT8, [KeepRule("lm_head", head)])
+    config = make_quantization_config(plan)
+    groups = list(config["config_groups"].values())
+    assert ([group["format"] for group in groups], config["format"]) == (formats, common)
+    assert groups[0]["input_activations"] is None
+    kept = {key: groups[0]["weights"][key] for key in ("num_bits", "type", "strategy", "group_size", "symmetric")}
+    assert kept == {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None, "symmetric": True}
+
+
 def test_the_library_accepts_what_is_written(family_directory: FamilyDirectory) -> None:
     library = pytest.importorskip("compressed_tensors.quantization")
     rules = [KeepRule("lm_head", "int8")]
-    for scheme in (WeightScheme(4, 32), WeightScheme(8, None), WeightScheme(4, None, symmetric=False)):
+    for scheme in (WeightScheme(4, 32), WeightScheme(8, None), WeightScheme(4, None, symmetric=False), FLOAT8):
         plan = make_plan(open_checkpoint(family_directory("llama-8-2")), scheme, rules)
         parsed = library.QuantizationConfig.model_validate(make_quantization_config(plan))
         weights = next(iter(parsed.config_groups.values())).weights

@@ -26,7 +26,7 @@ import json, re, sys, threading, time
 from pathlib import Path
 import torch
 from gptfast.checkpoint import open_checkpoint
-from gptfast.quantization import WeightScheme
+from gptfast.quantization import FLOAT8, WeightScheme
 from quantize import writer
 from quantize.convert import Settings, convert
 from quantize.plan import list_default_rules, make_plan
@@ -35,7 +35,7 @@ def read_anonymous_bytes():
     return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
 def run(source, output):
-    scheme = WeightScheme(8, None) if mode == "int8" else WeightScheme(4, 32)
+    scheme = {"fp8": FLOAT8, "int8": WeightScheme(8, None)}.get(mode, WeightScheme(4, 32))
     checkpoint = open_checkpoint(Path(source))
     plan = make_plan(checkpoint, scheme, list_default_rules(scheme))
     token_ids = torch.arange(256)[None] if mode == "int4-gptq" else None
@@ -117,7 +117,7 @@ def test_memory_stays_below_two_of_the_largest_tensor_and_a_shard(tmp_path: Path
     assert measure(tmp_path, config, shard_bytes) < bound
 
 
-@pytest.mark.parametrize("mode", ["int4", "int4-hqq", "int8"])
+@pytest.mark.parametrize("mode", ["int4", "int4-hqq", "int8", "fp8"])
 def test_blocks_that_have_to_be_expanded_take_no_more(mode: str, tmp_path: Path) -> None:
     config = replace(FAMILIES["llama-tied"], dim=512, head_dim=64, ffn_dim=1024, n_layers=2, vocab_size=32_768)
     largest_bytes, shard_bytes = 2 * config.vocab_size * config.dim, 10_000_000

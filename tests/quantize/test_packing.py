@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gptfast.quantization import QuantizedWeight, WeightScheme
+from gptfast.quantization import FLOAT8, QuantizedWeight, WeightScheme
 from gptfast.rounding import round_to_nearest
 from quantize.packing import compute_packed_bytes, pack
 
@@ -19,6 +19,7 @@ SCHEMES = [
     WeightScheme(4, 64, symmetric=False),
     WeightScheme(8, None),
     WeightScheme(8, 32, symmetric=False),
+    FLOAT8,
 ]
 
 
@@ -53,6 +54,15 @@ def test_zeros_are_packed_along_the_rows(rows: int, groups: int, bits: int, seed
 def test_sizes_are_known_before_anything_is_packed(scheme: WeightScheme, shape: tuple[int, int]) -> None:
     packed = pack(round_to_nearest(torch.randn(shape), scheme), scheme)
     assert compute_packed_bytes(shape, scheme) == {name: tensor.nbytes for name, tensor in packed.items()}
+
+
+def test_floats_are_stored_as_they_are_with_scales_of_four_bytes() -> None:
+    weight = round_to_nearest(torch.randn(16, 33), FLOAT8)
+    packed = pack(weight, FLOAT8)
+    assert packed.keys() == {"weight", "weight_scale"}
+    assert packed["weight"].dtype == torch.float8_e4m3fn
+    assert (packed["weight_scale"].dtype, packed["weight_scale"].shape) == (torch.float32, (16, 1))
+    assert torch.equal(packed["weight"].float() * packed["weight_scale"], weight.dequantize())
 
 
 def test_scales_of_two_bytes_lose_nothing() -> None:

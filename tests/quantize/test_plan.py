@@ -12,7 +12,7 @@ import torch
 from gptfast.checkpoint import open_checkpoint
 from gptfast.config import ModelConfig
 from gptfast.errors import UserError
-from gptfast.quantization import WeightScheme
+from gptfast.quantization import FLOAT8, WeightScheme
 from quantize.plan import KeepRule, Plan, list_default_rules, make_plan, parse_keep_rule
 from tests.reference.checkpoints import write_hf
 from tests.reference.families import FAMILIES, random_weights
@@ -39,6 +39,15 @@ def test_blocks_get_the_scheme_and_the_head_8_bits(tmp_path: Path) -> None:
     assert {found[name] for name in matrices} == {"int4 g32"}
     assert found["output.weight"] == "int8 channel"
     assert found["tok_embeddings.weight"] == found["norm.weight"] == "float32"
+
+
+def test_with_floats_the_head_gets_int8_unless_a_rule_says_otherwise(tmp_path: Path) -> None:
+    config = FAMILIES["llama-8-2"]
+    assert precisions(plan_hf(tmp_path / "own", config, FLOAT8))["output.weight"] == "int8 channel"
+    rules = [*list_default_rules(FLOAT8), KeepRule("lm_head", "fp8"), KeepRule("re:.*down_proj", "bf16")]
+    found = precisions(plan_hf(tmp_path / "asked", config, FLOAT8, rules))
+    assert found["output.weight"] == found["layers.0.attention.wq.weight"] == "fp8 channel"
+    assert found["layers.0.feed_forward.w2.weight"] == "bfloat16"
 
 
 def test_a_tied_head_gets_a_tensor_of_its_own_only_if_it_is_rounded(tmp_path: Path) -> None:

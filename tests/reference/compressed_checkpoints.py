@@ -61,7 +61,10 @@ def write_compressed(
 
 
 def _round(module: nn.Module) -> Tensor:
-    """Set scales and zeros of a module by the extremes of its weights; its weights rounded, in float32."""
+    """Set scales and zeros of a module by the extremes of its weights; its weights rounded, in float32.
+
+    Activations that are to be rounded by a scale of their own get 1.
+    """
     from compressed_tensors.quantization.lifecycle.forward import quantize
     from compressed_tensors.quantization.utils import calculate_qparams
 
@@ -74,7 +77,11 @@ def _round(module: nn.Module) -> Tensor:
     for name, value in (("weight_scale", scales), ("weight_zero_point", zeros)):
         parameter: Tensor = getattr(module, name)
         parameter.data = value.reshape(parameter.shape).to(parameter.dtype)
+    if hasattr(module, "input_scale"):
+        module.input_scale.data.fill_(1)
     scale, zero = (getattr(module, name).detach() for name in ("weight_scale", "weight_zero_point"))
-    codes = quantize(weight, scale, zero, args, dtype=torch.int8).float()
+    codes = quantize(
+        weight, scale, zero, args, dtype=args.pytorch_dtype() if args.type == "float" else torch.int8
+    ).float()
     repeats = 1 if is_one_group else columns // scale.shape[1]
     return (codes - zero.float().repeat_interleave(repeats, -1)) * scale.float().repeat_interleave(repeats, -1)

@@ -19,7 +19,8 @@ from gptfast.kernels.cuda.packing import (
     pack,
     unpack,
 )
-from gptfast.quantization import QuantizedWeight
+from gptfast.quantization import FLOAT8, QuantizedWeight
+from gptfast.rounding import round_to_nearest
 from tests.reference.quantized_weights import draw_k_quant, draw_quantized
 
 GROUPS = (16, 32, 48, 64, 96, 128, 256, None)
@@ -60,6 +61,15 @@ def test_a_dense_matrix_comes_back_and_is_no_copy_if_its_rows_are_aligned(dtype:
 def test_a_matrix_of_eight_bit_floats_comes_back() -> None:
     weight, scales = draw(3, 64).to(torch.float8_e4m3fn), torch.tensor([1.0, 0.5, 3.0])
     assert torch.equal(unpack(pack(weight, scales)), weight.float() * scales[:, None])
+
+
+@pytest.mark.parametrize("columns", [64, 90])
+def test_a_rounded_matrix_of_eight_bit_floats_comes_back(columns: int) -> None:
+    weight = round_to_nearest(draw(5, columns), FLOAT8)
+    assert can_pack(weight)
+    packed = pack(weight)
+    assert (packed.kind, packed.shape) == ("fp8", (5, columns))
+    assert torch.equal(unpack(packed), weight.dequantize())
 
 
 @pytest.mark.parametrize(("bits", "group_size", "columns"), [(8, None, 90), (4, None, 33), (8, 16, 48)])
