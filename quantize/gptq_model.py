@@ -137,7 +137,7 @@ def make_attend(block: TransformerBlock, config: ModelConfig, length: int) -> Ca
 
     def attend(x: Tensor) -> Tensor:
         block.attention.setup_cache(len(x), length, dtype=x.dtype, device=x.device)
-        y: Tensor = block.attention(block.attention_norm(x), cos, sin, mask, positions)
+        y: Tensor = block.attention(block.attention_norm(x), cos, sin, mask, positions, positions)
         return y
 
     return attend
