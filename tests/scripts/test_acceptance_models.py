@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from acceptance import breakdown, decoding, model_1b
 from acceptance.findings import MEASURED, Findings
 from acceptance.random_weights import BF16, build_model
@@ -29,6 +30,8 @@ from gptfast.sampling import SamplingTensors
 from tests.reference.families import FAMILIES
 from tests.reference.graphs import CheckedGraphs
 
+attention = pytest.importorskip("gptfast.kernels.cuda.attention")
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, the script itself runs")
 
 CPU = torch.device("cpu")
@@ -36,13 +39,19 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def _quick_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products by torch, as the interpreter takes seconds for those of a step, and a small cache."""
+    """Products and attention by torch, as the interpreter takes seconds for those of a step, and a small cache."""
     assert kernel_ops.has_triton_kernels()
 
     def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, exact_rows: bool = False) -> Tensor:
         return torch.nn.functional.linear(x, unpack(weight), bias)
 
+    def attend(q: Tensor, k: Tensor, v: Tensor, input_pos: Tensor, **_: Any) -> Tensor:
+        visible = torch.arange(k.shape[2]) <= input_pos[:, None]
+        heads = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=visible, enable_gqa=True)
+        return heads.transpose(1, 2).flatten(2)
+
     monkeypatch.setattr(ops, "linear", multiply)
+    monkeypatch.setattr(attention, "attend", attend)
     monkeypatch.setitem(INITIAL_CAPACITY, "cpu", 64)
 
 
@@ -152,7 +161,7 @@ def test_a_parameter_that_is_recorded_fails(
     monkeypatch.setattr(
         SamplingTensors, "load", lambda self, sampling: load(self, sampling) if graphs.replays else None
     )
-    model_1b.check_parameters(findings, "int4", Runner(small, graphs=graphs), graphs, draw_prompt(5, 64), 12)
+    model_1b.check_parameters(findings, "int4", Runner(small, graphs=graphs), graphs, draw_prompt(5, 64), 6)
     assert list_passed(findings) == [False]
 
 
