@@ -8,9 +8,10 @@ Llama 3.1 8B and Llama 3.2 1B, and made on the GPU. Nothing is installed, and no
 Triton's cache.
 
 Sections run in this order, each in a process of its own: `device` (what is here, how fast it reads), `kernels` (their
-results), `table` (their times, and the best of several configurations), `model_1b` (replayed steps, text, memory),
-`model_8b` (time of a token) and `baselines` (that of torch's own products). --out gets a JSON file and a log of each,
-report.md, and configurations.json, which may take the place of that GPU's file in gptfast/kernels/cuda/configurations.
+results), `table` (their times, and the best of several configurations), `model_1b` (replayed steps, text, memory, time
+of a token), `model_8b` (time of a token and of its kernels) and `baselines` (torch, torchao and transformers instead).
+--out gets a JSON file and a log of each, report.md, and configurations.json, which may take the place of that GPU's
+file in gptfast/kernels/cuda/configurations.
 
 What failed is listed with what to look at, and makes the exit code 1. On a GPU that was never tried, begin with
 `--only device --only kernels --only table`.

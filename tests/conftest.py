@@ -10,11 +10,22 @@ import torch
 # Triton reads this when it is imported: its kernels then run on CPU tensors.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
+from acceptance.findings import Findings
+
 from gptfast.kernels import ops
 from gptfast.session import Session
 from tests.reference.checkpoints import write_hf
 from tests.reference.families import FAMILIES, random_weights
 from tests.reference.sessions import load_tiny, tiny_environment, write_tiny_model
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where there is no GPU, leave out what needs one, all for the same reason."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="torch finds no NVIDIA GPU here"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,6 +46,12 @@ def _restore_torch_defaults() -> Iterator[None]:
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a compiler, where weights are expanded to the run's dtype."""
     monkeypatch.setattr(ops, "has_cpu_kernels", lambda: False)
+
+
+@pytest.fixture
+def findings(tmp_path: Path) -> Findings:
+    """What a section of scripts/gpu_acceptance.py adds to."""
+    return Findings(tmp_path / "section.json", limit_s=1000)
 
 
 @pytest.fixture(scope="session")

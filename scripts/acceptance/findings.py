@@ -11,6 +11,9 @@ from typing import Any
 
 from gptfast.cache import replace_atomically
 
+MEASURED = "measured"
+"""The fact that has an object for every time of a token: `model kind weights depth ms_per_token share`."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -57,6 +60,11 @@ class Findings:
     def checks(self) -> tuple[Check, ...]:
         """All so far."""
         return tuple(self._checks)
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """Those that failed so far."""
+        return tuple(check for check in self._checks if not check.passed)
 
     @property
     def tables(self) -> tuple[Table, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 ATTENTION_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
 KERNEL_FILES = "gptfast/kernels/cuda/linear.py, and its configuration (gptfast/kernels/cuda/configurations)"
 ATTENTION_FILE = "gptfast/kernels/cuda/attention.py"
+RESOURCES_TITLE = "Kernels as this GPU has loaded them, the most of all their configurations"
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ def run(findings: Findings) -> None:
         free_memory(device)
     for heads, cache_dtype in attended:
         check_attention(findings, device, heads, cache_dtype, torch.bfloat16, list_starts(CHUNK_SLOTS), REPEATS)
+    check_resources(findings, list_loaded(device))
 
 
 def list_products(shapes: dict[Format, list[tuple[int, int]]]) -> Iterator[Product]:
@@ -235,3 +238,37 @@ def measure_attention_error(found: Tensor, q: Tensor, cache: Cache, input_pos: T
     with q.device:
         expected = attend(q, cache, input_pos)
     return float((found.double() - expected).norm() / expected.norm())
+
+
+def list_loaded(device: torch.device) -> dict[str, list[Any]]:
+    """What Triton has compiled and loaded in this process of every kernel that was launched."""
+    from gptfast.kernels.cuda import attention, linear
+
+    kernels = (
+        linear.multiply_vector,
+        linear.multiply_rows,
+        linear.expand_rows,
+        attention.attend_chunk,
+        attention.combine_chunks,
+    )
+    loaded = {kernel.fn.__name__: list(kernel.device_caches[device.index][0].values()) for kernel in kernels}
+    return {name: programs for name, programs in loaded.items() if programs}
+
+
+def check_resources(findings: Findings, loaded: Mapping[str, Sequence[Any]]) -> None:
+    """What programs of each kernel take; none may keep in memory what does not fit its registers."""
+    for name, programs in loaded.items():
+        figures = {
+            "registers": max(program.n_regs for program in programs),
+            "spilled words": max(program.n_spills for program in programs),
+            "shared bytes": max(program.metadata.shared for program in programs),
+        }
+        row = {column: str(value) for column, value in figures.items()}
+        findings.add_row(RESOURCES_TITLE, {"kernel": name, "compiled": str(len(programs))} | row)
+    spilling = [name for name, programs in loaded.items() if any(program.n_spills for program in programs)]
+    findings.check(
+        "no kernel spills registers",
+        bool(loaded) and not spilling,
+        ", ".join(spilling) or f"{len(loaded)} kernels",
+        f"this GPU's configurations of {KERNEL_FILES}; {ATTENTION_FILE}",
+    )

@@ -1,21 +1,24 @@
-"""A model of the shape of Llama 3.2 1B: whether replayed steps are right in whatever may go wrong with them."""
+"""A model of the shape of Llama 3.2 1B: whether replayed steps are right in whatever may go wrong, and their time."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from acceptance.decoding import Case, time_cases
+from acceptance.device import find_bandwidth
 from acceptance.findings import Findings
-from acceptance.random_weights import INT4_G32, INT8, build_model, expand_model
+from acceptance.random_weights import BF16, INT4_G32, INT8, build_model, expand_model
 from acceptance.steps import (
     SwitchedGraphs,
     begin_text,
     compute_logits,
     draw_prompt,
     extend_text,
+    iterate_text,
     make_session,
     measure_difference,
     write_text,
@@ -42,6 +45,8 @@ LEAST_ACCEPTANCE = 0.3
 SPARE_BYTES = 2**20
 SETTLED = 0.25
 """The share of the prompts after which nothing new is allocated."""
+CASES = (Case(INT4_G32, INT8), Case(BF16), Case(INT8))
+DEPTHS = (0, 2048)
 COMPILED_S = 60
 """Seconds that must be left for compiled steps to be tried."""
 
@@ -57,11 +62,12 @@ class Sizes:
 
 
 def run(findings: Findings) -> None:
-    """Check int4 and bfloat16, recorded eagerly, then int4 compiled."""
+    """Check int4 and bfloat16, recorded eagerly, then int4 compiled; then time all forms while there is time."""
     device, config, sizes = find_device(), get_preset("llama-3.2-1b"), Sizes()
     with torch.no_grad():
         int4 = build_model(config, INT4_G32, dtype=torch.bfloat16, device=device, head=INT8)
         check_model(findings, int4, "int4", SwitchedGraphs(open_graphs(device)), sizes)
+        check_isolation(findings, int4, SwitchedGraphs(open_graphs(device)), sizes.short_tokens)
         check_memory_of(findings, int4, sizes)
         check_speculation(findings, int4, SwitchedGraphs(open_graphs(device)), sizes)
         free_memory(device)
@@ -74,6 +80,11 @@ def run(findings: Findings) -> None:
             check_model(findings, int4, name, SwitchedGraphs(open_graphs(device)), sizes, compile=True)
         else:
             findings.note(left_out=f"compiled steps, as {findings.get_remaining_s():.0f} s were left")
+        del int4
+        free_memory(device)
+    bandwidth = find_bandwidth(findings, device)
+    findings.note(read_gb_per_s=bandwidth)
+    time_cases(findings, device, "llama-3.2-1b", CASES, DEPTHS, bandwidth)
 
 
 def check_model(
@@ -109,6 +120,7 @@ def check_model(
     for sampling in SAMPLINGS[: 1 if compile else None]:
         check_text(findings, name, runner, graphs, prompt, sampling, sizes.text_tokens)
     if not compile:
+        check_parameters(findings, name, runner, graphs, prompt, sizes.short_tokens)
         check_seeds(findings, name, runner, prompt, sizes.short_tokens)
         check_end(findings, name, runner, prompt, sizes.short_tokens)
     check_synchronization(findings, name, runner, prompt, sizes.short_tokens)
@@ -149,6 +161,29 @@ def check_text(
         not differing and n_replays == count - 1,
         f"{n_replays} replays; " + (f"token {differing[0]} differs first" if differing else "no token differs"),
         "gptfast/replay.py: what is in flight, or the ring of chosen tokens",
+    )
+
+
+def check_parameters(
+    findings: Findings, name: str, runner: Runner, graphs: SwitchedGraphs, prompt: Sequence[int], count: int
+) -> None:
+    """Other temperatures, cuts and seeds give other texts, those of the same steps, and record nothing again."""
+    kind = SamplingConfig(temperature=0.8, top_k=40, top_p=0.9)
+    settings = [
+        replace(kind, temperature=temperature, top_k=top_k, seed=seed)
+        for temperature, top_k, seed in ((0.8, 40, 0), (1.5, 1000, 0), (1.5, 1000, 2**62))
+    ]
+    extend_text(runner, prompt, kind, 2)
+    recorded = graphs.recorded
+    replayed = [extend_text(runner, prompt, sampling, count) for sampling in settings]
+    with graphs.direct():
+        direct = [extend_text(runner, prompt, sampling, count) for sampling in settings]
+    n_texts, n_recorded = len(set(map(tuple, replayed))), graphs.recorded - recorded
+    findings.check(
+        f"{name}: sampling parameters change without another recording",
+        (replayed, n_texts, n_recorded) == (direct, len(settings), 0),
+        f"{n_texts} texts of {len(settings)}, equal: {replayed == direct}, {n_recorded} recordings",
+        "gptfast/sampling.py, `SamplingTensors.load`",
     )
 
 
@@ -198,6 +233,22 @@ def check_synchronization(findings: Findings, name: str, runner: Runner, prompt:
         found == "no call that waits",
         found,
         "gptfast/replay.py, `extend`",
+    )
+
+
+def check_isolation(findings: Findings, model: Transformer, graphs: SwitchedGraphs, count: int) -> None:
+    """Two texts that grow in turns, of two runners with the same weights, are what they are one after the other."""
+    runners = [Runner(expand_model(model, "packed"), graphs=graphs) for _ in range(2)]
+    prompts = [draw_prompt(length, model.config.vocab_size, seed) for seed, length in enumerate((20, 33))]
+    alone = [extend_text(runner, prompt, GREEDY, count) for runner, prompt in zip(runners, prompts, strict=True)]
+    texts = [iterate_text(runner, prompt, GREEDY, count) for runner, prompt in zip(runners, prompts, strict=True)]
+    together = [list(text) for text in zip(*zip(*texts, strict=True), strict=True)]
+    addresses = [{cache.k.data_ptr() for cache in runner.model.list_caches()} for runner in runners]
+    findings.check(
+        "two sessions share no buffer",
+        together == alone and not addresses[0] & addresses[1],
+        f"texts in turns equal: {together == alone}, caches in common: {len(addresses[0] & addresses[1])}",
+        "gptfast/replay.py: states of a recording; gptfast/graphs.py: the pool that recordings share",
     )
 
 

@@ -75,17 +75,20 @@ def make_layer(
     return packed
 
 
-def expand_model(model: Transformer, form: Literal["bf16", "dense"], *, exact_rows: bool = False) -> Transformer:
+def expand_model(
+    model: Transformer, form: Literal["packed", "bf16", "dense"], *, exact_rows: bool = False
+) -> Transformer:
     """The same model with its packed matrices as floats of the activations' dtype; other layers are shared.
 
-    A `dense` one multiplies and attends by torch's own operators alone. Caches are its own.
+    `packed` ones are shared too. A `dense` model multiplies and attends by torch's own operators alone. Caches are its
+    own.
     """
     with torch.device("meta"):
         expanded = Transformer(model.config)
     expanded.set_kernels(None if form == "dense" else model.kernels)
     for name in {name.rpartition(".")[0] for name, _ in expanded.named_parameters()}:
         module = model.get_submodule(name)
-        if isinstance(module, TritonLinear | TritonEmbedding):
+        if isinstance(module, TritonLinear | TritonEmbedding) and form != "packed":
             expand = expand_packed if form == "bf16" else expand_dense
             expanded.set_submodule(name, expand(module, model.dtype, exact_rows))
         else:

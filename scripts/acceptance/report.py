@@ -6,7 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from acceptance.findings import list_failed, read_json
+from acceptance.findings import MEASURED, list_failed, read_json
+
+GOALS = {
+    "llama-3.1-8b": {"bf16": 0.85, "int8": 0.80, "int4": 0.75},
+    "llama-3.2-1b": {"bf16": 0.75, "int8": 0.60, "int4": 0.45},
+}
+"""Shares of the read bandwidth that a token at depth 0 shall reach, by the model's shape and the kind of weights."""
 
 
 def read_sections(names: Sequence[str], out: Path) -> list[dict[str, Any]]:
@@ -15,8 +21,9 @@ def read_sections(names: Sequence[str], out: Path) -> list[dict[str, Any]]:
 
 
 def format_report(sections: Sequence[Mapping[str, Any]]) -> str:
-    """A title, how every section ended, what failed with what to look at, and the tables."""
+    """A title, how every section ended, which goals are reached, what failed with what to look at, and the tables."""
     blocks = ["# GPU acceptance", format_facts(sections), format_overview(sections)]
+    blocks += ["## Goals", "\n".join(f"- {line}" for line in list_goals(sections))]
     failures = list_failures(sections)
     if failures:
         blocks += ["## What failed", "\n".join(f"- {failure}" for failure in failures)]
@@ -37,6 +44,23 @@ def format_facts(sections: Sequence[Mapping[str, Any]]) -> str:
             facts = ", ".join(f"{name} {format_value(value)}" for name, value in plain.items())
             lines.append(f"- {fields['section']}: {facts}")
     return "\n".join(lines)
+
+
+def list_goals(sections: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each goal: the highest share that was measured, and whether it suffices."""
+    measured = [line for fields in sections for line in fields["facts"].get(MEASURED, [])]
+    lines = []
+    for preset, goals in GOALS.items():
+        for kind, goal in goals.items():
+            found = [line for line in measured if (line["model"], line["kind"], line["depth"]) == (preset, kind, 0)]
+            start = f"{preset}, {kind}: goal {goal:.0%} of the read bandwidth"
+            if not found:
+                lines.append(f"{start}, not measured")
+                continue
+            best = max(found, key=lambda line: line["share"])
+            end = "reached" if best["share"] >= goal else "not reached"
+            lines.append(f"{start}, {best['share']:.1%} measured ({best['weights']}): {end}")
+    return lines
 
 
 def format_value(value: str | float) -> str:

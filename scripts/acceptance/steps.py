@@ -75,10 +75,17 @@ def begin_text(runner: Runner, prompt: Sequence[int], sampling: SamplingConfig) 
     return sampler, sampler.choose(logits, len(prompt))
 
 
-def extend_text(runner: Runner, prompt: Sequence[int], sampling: SamplingConfig, count: int) -> list[int]:
-    """The `count` tokens after a prompt."""
+def iterate_text(runner: Runner, prompt: Sequence[int], sampling: SamplingConfig, count: int) -> Iterator[int]:
+    """The `count` tokens after a prompt, one at a time."""
     sampler, token = begin_text(runner, prompt, sampling)
-    return token.tolist() + [values[0] for values in runner.extend(sampler, token, len(prompt), count - 1)]
+    yield from token.tolist()
+    for values in runner.extend(sampler, token, len(prompt), count - 1):
+        yield values[0]
+
+
+def extend_text(runner: Runner, prompt: Sequence[int], sampling: SamplingConfig, count: int) -> list[int]:
+    """The same at once."""
+    return list(iterate_text(runner, prompt, sampling, count))
 
 
 def compute_logits(runner: Runner, prompt: Sequence[int], following: Sequence[int], n_verified: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Compile Triton kernels for GPUs that are not there, and read what came of it: resources and machine instructions.
 
-Triton compiles in a process of its own, as this one may run kernels under its interpreter. What a launch would tell the
+Triton compiles in a process of its own, as this one may run kernels under its interpreter, and as it may be another
+version: that in the directory that `GPTFAST_TEST_TRITON` names (`pip install --target`). What a launch would tell the
 compiler about its arguments (which pointers and numbers are multiples of 16) is told here by the same rules.
 """
 
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 
 import pytest
 
+VERSION_VARIABLE = "GPTFAST_TEST_TRITON"
 ARCHITECTURES = (80, 90, 100)
 TENSOR_CORE = r"HMMA|HGMMA|QGMMA|UTC\w*MMA"
 SPILL = r"(STL|LDL)\b"
@@ -108,8 +111,7 @@ def compile_offline(
     """For every launch, the program of each architecture; the test is skipped where there is no Triton."""
     request = {"launches": [asdict(launch) for launch in launches], "architectures": architectures}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    paths = [str(Path(__file__).parents[2]), *filter(None, [environment.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment |= make_environment()
     outcome = subprocess.run(
         [sys.executable, __file__], input=json.dumps(request), capture_output=True, text=True, env=environment
     )
@@ -120,6 +122,15 @@ def compile_offline(
         {int(architecture): Program(**program) for architecture, program in programs.items()}
         for programs in json.loads(outcome.stdout)
     ]
+
+
+def make_environment() -> dict[str, str]:
+    """Where a process finds the Triton to compile with, and this package."""
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if other := os.environ.get(VERSION_VARIABLE):
+        assert (Path(other) / "triton").is_dir(), f"{VERSION_VARIABLE} is {other}, where there is no Triton"
+        paths.insert(0, str(Path(other).resolve()))
+    return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 MISSING = 77
@@ -188,12 +199,13 @@ def answer() -> None:
         print(f"Triton compiles nothing here: {error}", file=sys.stderr)
         raise SystemExit(MISSING) from None
     request = json.load(sys.stdin)
+    architectures = request["architectures"]
+    tasks = [(Launch(**launch), architecture) for launch in request["launches"] for architecture in architectures]
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        compiled = [asdict(program) for program in pool.map(compile_launch, *zip(*tasks, strict=True))]
     programs = [
-        {
-            architecture: asdict(compile_launch(Launch(**launch), architecture))
-            for architecture in request["architectures"]
-        }
-        for launch in request["launches"]
+        dict(zip(architectures, compiled[first : first + len(architectures)], strict=True))
+        for first in range(0, len(compiled), len(architectures))
     ]
     json.dump(programs, sys.stdout)
 

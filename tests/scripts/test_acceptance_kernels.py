@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,6 +87,27 @@ def test_attention_that_is_wrong_fails_its_checks(findings: Findings, monkeypatc
     heads = kernels.Heads(4, 2, 8)
     kernels.check_attention(findings, CPU, heads, torch.float32, torch.float32, (0, 9), repeats=2, tokens=(1, 3))
     assert [check.passed for check in findings.checks] == [False, False]
+
+
+def load(*spills: int) -> list[SimpleNamespace]:
+    """Programs as Triton holds them."""
+    return [SimpleNamespace(n_regs=64 + n, n_spills=n, metadata=SimpleNamespace(shared=100 - n)) for n in spills]
+
+
+@pytest.mark.parametrize(
+    ("loaded", "passed"),
+    [({"a": load(0, 0), "b": load(0)}, True), ({"a": load(0, 2), "b": load(0)}, False), ({}, False)],
+    ids=["none", "one", "nothing loaded"],
+)
+def test_a_kernel_that_spills_fails(loaded: dict[str, list[SimpleNamespace]], passed: bool, findings: Findings) -> None:
+    kernels.check_resources(findings, loaded)
+    assert [check.passed for check in findings.checks] == [passed]
+    if loaded:
+        spilled = max(program.n_spills for program in loaded["a"])
+        assert findings.tables[0].rows == [
+            ["a", "2", str(64 + spilled), str(spilled), "100"],
+            ["b", "1", "64", "0", "100"],
+        ]
 
 
 class NoCompiler(Executor):

@@ -14,7 +14,7 @@ from typing import Any
 import gpu_acceptance
 import pytest
 from acceptance import schedule
-from acceptance.report import format_report, list_failures, read_sections
+from acceptance.report import format_report, list_failures, list_goals, read_sections
 from acceptance.schedule import Section, choose_limit, has_passed, plan_ends, run_sections
 
 from gptfast.errors import UserError
@@ -125,8 +125,32 @@ def test_the_report_has_the_tables_and_what_failed(out: Path) -> None:
     assert "| place | m |\n| --- | --- |\n| a\\|b | 3 |" in report
     assert "wrong: one is two: 1 != 2; look at arithmetic" in report
     assert "RuntimeError: out of luck" in report
+    assert report.count("not measured") == 6
     failed = {failure.partition(":")[0] for failure in list_failures(sections)}
     assert failed == {"wrong", "failing", "hanging", "killed"}
+
+
+def measure(model: str, kind: str, depth: int, share: float, weights: str = "") -> dict[str, Any]:
+    return {"model": model, "kind": kind, "depth": depth, "share": share, "weights": weights}
+
+
+def test_the_report_says_of_every_goal_whether_it_is_reached() -> None:
+    large, small = "llama-3.1-8b", "llama-3.2-1b"
+    lines = [
+        measure(large, "int4", 0, 0.74, "int4 g32"),
+        measure(large, "int4", 0, 0.76, "int4 g128"),
+        measure(large, "int8", 0, 0.79),
+        measure(large, "bf16", 2048, 0.99),
+        measure(small, "bf16", 0, 0.75),
+    ]
+    goals = list_goals([{"facts": {"measured": lines[:2]}}, {"facts": {}}, {"facts": {"measured": lines[2:]}}])
+    assert len(goals) == 6
+    ends = {tuple(goal.partition(":")[0].split(", ")): goal.rpartition(" of the read bandwidth, ")[2] for goal in goals}
+    assert ends[large, "int4"] == "76.0% measured (int4 g128): reached"
+    assert ends[large, "int8"] == "79.0% measured (): not reached"
+    assert ends[large, "bf16"] == "not measured"
+    assert ends[small, "bf16"] == "75.0% measured (): reached"
+    assert ends[small, "int4"] == "not measured"
 
 
 def test_only_what_passed_counts_as_done(out: Path) -> None:

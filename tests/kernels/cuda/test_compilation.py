@@ -26,6 +26,7 @@ from tests.reference.triton_compilation import (
     Program,
     compile_offline,
     count_instructions,
+    make_environment,
 )
 
 linear = pytest.importorskip("gptfast.kernels.cuda.linear", reason="Triton is not installed", exc_type=ImportError)
@@ -259,7 +260,7 @@ print(disassemble(compiled[0].asm["cubin"], 90, 0).assembly)
 @pytest.mark.slow
 @pytest.mark.parametrize("several_rows", [False, True])
 def test_what_is_compiled_here_is_what_a_launch_compiles(several_rows: bool) -> None:
-    outcome = run_process("-c", LAUNCH, str(several_rows), TRITON_INTERPRET="0")
+    outcome = run_process("-c", LAUNCH, str(several_rows), TRITON_INTERPRET="0", **make_environment())
     assert outcome.exit_code == 0, outcome.stderr
     launched = Program(90, 0, 0, 0, 0, outcome.stdout)
     (programs,) = compile_offline([make_launch(make_line("int4", several_rows, 6144, 4096, 128))], (90,))

@@ -18,6 +18,9 @@ from tests.reference.quantized_weights import draw_k_quant, draw_quantized
 from tests.reference.sessions import run_process
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="where there is a GPU, tests/gpu runs the kernels on it"
+)
 
 EXACT = 2e-5
 """Of the norm: what integers in a mantissa leave of float32."""
