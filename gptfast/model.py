@@ -75,7 +75,7 @@ class Transformer(nn.Module):
     @property
     def flashes(self) -> bool:
         """Whether long chunks attend by torch's flash attention: on CUDA, in 16 bits and without a window."""
-        has_flash = self.kernels == "triton" and self.device.type == "cuda" and self.dtype.itemsize == 2
+        has_flash = ops.are_for_cuda(self.kernels) and self.device.type == "cuda" and self.dtype.itemsize == 2
         return has_flash and self.sliding_window is None and self.config.head_dim % 8 == 0
 
     @property

@@ -108,7 +108,7 @@ class FirstRun:
 
 
 def make_steps(
-    preset: str, weights: Weights, rows: int, kv_dtype: torch.dtype | None, asked: KernelChoice
+    preset: str, weights: Weights, rows: int, kv_dtype: torch.dtype | None, asked: KernelChoice = "auto"
 ) -> RecordedSteps:
     kernels = ops.choose_kernels(torch.device("cuda"), asked)
     assert kernels == ("triton" if asked == "auto" else asked)
@@ -134,7 +134,7 @@ def read(
 
 
 def extend(sampling: SamplingConfig, weights: Weights) -> None:
-    make_steps("llama-3.1-8b", weights, 1, None, "auto").get_extender(sampling.kind)
+    make_steps("llama-3.1-8b", weights, 1, None).get_extender(sampling.kind)
 
 
 def take_round(sampling: SamplingConfig, size: int, weights: Weights) -> None:
@@ -156,11 +156,13 @@ def make_text_state(steps: RecordedSteps, sampling: SamplingConfig, vocab_size: 
         return steps._record_extender(sampling.kind, vocab_size)[0]
 
 
-def read_prompt(preset: str, *, sliding_window: int | None = None) -> None:
+def read_prompt(
+    preset: str, weights: Weights = "int4", kernels: Kernels = "triton", *, sliding_window: int | None = None
+) -> None:
     """The small step, for 32 tokens."""
-    model = make_model(preset, "int4")
+    model = make_model(preset, weights, kernels)
     assert ops.choose_kernels(model.device) == "triton"
-    model.set_kernels("triton")
+    model.set_kernels(kernels)
     model.sliding_window = sliding_window
     Runner(model, compile=True).warm_up(20)
 
@@ -214,6 +216,8 @@ SLOW_STEPS: dict[str, Case] = {
 }
 PROMPTS: dict[str, Case] = {
     "prompt": partial(read_prompt, "llama-3.1-8b"),
+    "prompt, int8 by inductor": partial(read_prompt, "llama-3.1-8b", "int8", "inductor"),
+    "prompt, int4 by torchao": partial(read_prompt, "llama-3.1-8b", "int4", "torchao"),
     "prompt, tied head": partial(read_prompt, "llama-3.2-1b"),
     "prompt with a window": partial(read_prompt, "llama-3.1-8b", sliding_window=4096),
 }
