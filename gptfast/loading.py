@@ -7,7 +7,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal, TypeGuard, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,14 @@ from gptfast.checkpoint.shapes import list_tensor_shapes
 from gptfast.errors import CheckpointError, UserError
 from gptfast.kernels import packing as cpu_packing
 from gptfast.kernels.cuda import packing as cuda_packing
-from gptfast.kernels.ops import Kernels, choose_kernels
+from gptfast.kernels.cuda import tinygemm
+from gptfast.kernels.ops import Kernels, are_for_cuda, choose_kernels
 from gptfast.linear import (
+    InductorMatrix,
     PackedEmbedding,
     PackedLinear,
     PackedMatrix,
+    TinygemmMatrix,
     TritonEmbedding,
     TritonLinear,
     TritonMatrix,
@@ -61,6 +64,8 @@ STORED_BITS = {
     "fp8": 8,
 }
 """Of a weight in a packed matrix, with its scales, by the first word of how it is stored."""
+TINYGEMM_BITS = 5
+"""Of a weight of int4 in groups of 32 with their scales and zeros in torchao's layout; larger groups take less."""
 
 Matrix = tuple[Tensor | QuantizedWeight, str]
 """A matrix and the name of its precision."""
@@ -88,10 +93,12 @@ def load_model(
         weights: what to decode from.
         rounds_inputs: on a CPU, have quantized matrices multiplied with activations that are rounded to int8.
         exact_rows: on CUDA, have a row's product be the same to the bit alone and among up to 16; the CPU's always is.
-        kernels: what to run on; `auto` for the device's.
+        kernels: what to run on; `auto` for the device's. `inductor` has matrices of floats multiplied in `dtype` by
+            torch's own operators. `torchao` has int4, and the rest is as with `triton`.
 
     Raises:
         CheckpointError: a tensor is missing, unknown or of another shape than the config asks for.
+        UserError: the kernels do not multiply a matrix of its precision.
     """
     shapes = list_tensor_shapes(checkpoint.config)
     aliases = check_names(checkpoint, set(shapes))
@@ -100,6 +107,8 @@ def load_model(
     device = torch.device(device)
     if kernels == "auto":
         kernels = choose_kernels(device)
+    if kernels == "torchao":
+        check_has_int4(checkpoint, weights)
     model.set_kernels(kernels)
     remarks: dict[str, set[str]] = defaultdict(set)
     for name, parameter in list(model.named_parameters()):
@@ -110,7 +119,7 @@ def load_model(
             matrices = [
                 _read_matrix(checkpoint, source, shape, dtype, weights, kernels) for source, shape in sources.items()
             ]
-        if not matrices or not all(can_pack(kernels, matrix) for matrix, _ in matrices):
+        if not can_pack_all(kernels, [matrix for matrix, _ in matrices]):
             weight = (
                 expand([matrix for matrix, _ in matrices], device, dtype)
                 if matrices
@@ -123,14 +132,19 @@ def load_model(
             setattr(model.get_submodule(module_name), kind, nn.Parameter(weight, requires_grad=False))
             continue
         is_embedding = name == EMBEDDING
-        if kernels == "triton":
-            module = make_for_triton(join_alike(matrices), device, dtype, is_embedding, exact_rows)
+        if not is_embedding or checkpoint.config.tie_word_embeddings:
+            for source, (matrix, precision) in zip(sources, matrices, strict=True):
+                check_product(kernels, source, matrix, precision)
+        if are_for_cuda(kernels):
+            module = make_for_cuda(join_alike(matrices), device, dtype, is_embedding, exact_rows, kernels)
         else:
             module = make_for_cpu(join_alike(matrices), dtype, is_embedding, rounds_inputs)
         model.set_submodule(module_name, module)
-        for (source, shape), (_, precision) in zip(sources.items(), matrices, strict=True):
+        for (source, shape), (matrix, precision) in zip(sources.items(), matrices, strict=True):
             scheme = choose_scheme(checkpoint, source, shape[1], weights)
             add_remark(remarks, checkpoint, source, scheme, precision, weights)
+            if uses_tinygemm(matrix, kernels, is_embedding) and not tinygemm.is_exact(matrix):
+                remarks["have scales and zeros rounded to bfloat16, which torchao's kernel takes"].add(precision)
     for remark, types in remarks.items():
         logger.info("weights stored as %s %s", ", ".join(sorted(types)), remark)
     return model.eval()
@@ -193,9 +207,16 @@ def describe_form(matrix: Matrix) -> tuple[object, ...]:
     return precision, weight.bits, weight.group_size, present
 
 
+def can_pack_all(kernels: Kernels | None, matrices: Sequence[Tensor | QuantizedWeight]) -> bool:
+    """Whether a layer of these matrices is a packed one; if not, it is torch's own, and there may be no matrices."""
+    if kernels == "inductor" and all(isinstance(matrix, Tensor) for matrix in matrices):
+        return False
+    return bool(matrices) and all(can_pack(kernels, matrix) for matrix in matrices)
+
+
 def can_pack(kernels: Kernels | None, weight: Tensor | QuantizedWeight) -> bool:
     """Whether the kernels have its dtype, or its groups."""
-    if kernels == "triton":
+    if are_for_cuda(kernels):
         return cuda_packing.can_pack(weight)
     return isinstance(weight, Tensor) or cpu_packing.can_pack(weight)
 
@@ -212,14 +233,56 @@ def make_for_cpu(matrices: Sequence[Matrix], dtype: torch.dtype, is_embedding: b
     return PackedLinear(parts, rounds_inputs=rounds)
 
 
-def make_for_triton(
-    matrices: Sequence[Matrix], device: torch.device, dtype: torch.dtype, is_embedding: bool, exact_rows: bool
+def make_for_cuda(
+    matrices: Sequence[Matrix],
+    device: torch.device,
+    dtype: torch.dtype,
+    is_embedding: bool,
+    exact_rows: bool,
+    kernels: Kernels | None,
 ) -> nn.Module:
     """A layer of matrices that are packed on the device."""
-    parts = [TritonMatrix(cuda_packing.pack(weight.to(device)), precision) for weight, precision in matrices]
+    make_matrix = InductorMatrix if kernels == "inductor" else TritonMatrix
     if is_embedding:
-        return TritonEmbedding(parts[0], dtype=dtype, exact_rows=exact_rows)
+        [(weight, precision)] = matrices
+        matrix = make_matrix(cuda_packing.pack(weight.to(device)), precision)
+        return TritonEmbedding(matrix, dtype=dtype, exact_rows=exact_rows)
+    parts = [
+        TinygemmMatrix(tinygemm.pack(weight.to(device)), precision)
+        if uses_tinygemm(weight, kernels, is_embedding)
+        else make_matrix(cuda_packing.pack(weight.to(device)), precision)
+        for weight, precision in matrices
+    ]
     return TritonLinear(parts, exact_rows=exact_rows)
+
+
+def uses_tinygemm(
+    weight: Tensor | QuantizedWeight, kernels: Kernels | None, is_embedding: bool
+) -> TypeGuard[QuantizedWeight]:
+    """Whether a matrix is in torchao's layout, from which no rows can be read for an embedding."""
+    return kernels == "torchao" and isinstance(weight, QuantizedWeight) and weight.bits == 4 and not is_embedding
+
+
+def check_has_int4(checkpoint: Checkpoint, weights: Weights) -> None:
+    """Raise UserError if there is nothing for torchao's kernel to multiply."""
+    stored = [checkpoint.describe_type(name) for name in checkpoint.names()] if weights == "stored" else [weights]
+    if not any(name.startswith(("int4", "Q4_")) for name in stored):
+        raise UserError("kernels torchao have int4 alone, and no matrix is of it; add --weights int4, or use triton")
+
+
+def check_product(kernels: Kernels | None, name: str, weight: Tensor | QuantizedWeight, precision: str) -> None:
+    """Raise UserError for a matrix that the kernels asked for do not multiply."""
+    if isinstance(weight, Tensor):
+        return
+    if kernels == "inductor" and (weight.bits == 4 or weight.is_float):
+        others = "triton or torchao" if weight.bits == 4 else "triton"
+        raise UserError(
+            f"kernels inductor are for dense weights and int8, and {name} is of {precision}; use {others} for it"
+        )
+    if kernels == "torchao" and weight.bits == 4 and name != EMBEDDING:
+        reason = tinygemm.explain_refusal(weight)
+        if reason is not None:
+            raise UserError(f"kernels torchao cannot hold {name}: {reason}; use triton")
 
 
 def choose_scheme(checkpoint: Checkpoint, name: str, columns: int, weights: Weights) -> WeightScheme | None:
@@ -264,34 +327,49 @@ def _read_matrix(
     else:
         wanted = DENSE_WEIGHTS[weights]
     # The Triton kernels have no matrices of float32.
-    if kernels != "triton" or wanted in cuda_packing.KINDS:
+    if not are_for_cuda(kernels) or wanted in cuda_packing.KINDS:
         dtype = wanted
     dense = _read_dense(checkpoint, {source: shape}, torch.Size(shape), torch.device("cpu"), dtype)
     return dense, describe_dtype(dtype)
 
 
-def estimate_weight_bytes(checkpoint: Checkpoint, weights: Weights, dtype: torch.dtype, device: torch.device) -> int:
+def estimate_weight_bytes(
+    checkpoint: Checkpoint,
+    weights: Weights,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels | Literal["auto"] | None = "auto",
+) -> int:
     """About how much memory `load_model` will take for the weights."""
-    kernels = choose_kernels(device)
-    packs = kernels == "cpp" or (kernels == "triton" and dtype in cuda_packing.KINDS)
+    if kernels == "auto":
+        kernels = choose_kernels(device)
     bits, names = 0.0, checkpoint.names()
     for name, shape in list_tensor_shapes(checkpoint.config).items():
         each = 8.0 * dtype.itemsize
-        if packs and len(shape) == 2:
+        if kernels is not None and len(shape) == 2:
             scheme = choose_scheme(checkpoint, name, shape[1], weights)
-            if scheme is None and weights in DENSE_WEIGHTS:
-                each = 8.0 * DENSE_WEIGHTS[weights].itemsize
-            elif scheme is not None or name in names:
-                kind = (checkpoint.describe_type(name) if scheme is None else scheme.describe()).split()[0]
-                if kind != "fp8" or kernels == "triton":
-                    each = STORED_BITS.get(kind, each)
+            stored = checkpoint.describe_type(name) if name in names else ""
+            kind = (stored if scheme is None else scheme.describe()).partition(" ")[0]
+            floats = DENSE_WEIGHTS.get(weights, DENSE_DTYPES.get(stored)) if scheme is None else None
+            if floats is None and (kind != "fp8" or are_for_cuda(kernels)):
+                each = STORED_BITS.get(kind, each)
+            elif floats is not None and (kernels == "cpp" or (kernels != "inductor" and floats in cuda_packing.KINDS)):
+                each = 8.0 * floats.itemsize
+            if kernels == "torchao" and each < TINYGEMM_BITS:
+                each = TINYGEMM_BITS
         bits += math.prod(shape) * each
     return int(bits / 8)
 
 
-def check_memory(checkpoint: Checkpoint, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
+def check_memory(
+    checkpoint: Checkpoint,
+    weights: Weights,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels | Literal["auto"] | None = "auto",
+) -> None:
     """Raise UserError if the weights are larger than the memory that is free for them."""
-    needed = estimate_weight_bytes(checkpoint, weights, dtype, device)
+    needed = estimate_weight_bytes(checkpoint, weights, dtype, device, kernels)
     free = get_available_memory(device)
     if free is not None and needed > free:
         raise UserError(

@@ -75,7 +75,7 @@ class Transformer(nn.Module):
     @property
     def flashes(self) -> bool:
         """Whether long chunks attend by torch's flash attention: on CUDA, in 16 bits and without a window."""
-        has_flash = self.kernels == "triton" and self.device.type == "cuda" and self.dtype.itemsize == 2
+        has_flash = ops.are_for_cuda(self.kernels) and self.device.type == "cuda" and self.dtype.itemsize == 2
         return has_flash and self.sliding_window is None and self.config.head_dim % 8 == 0
 
     @property
@@ -103,10 +103,11 @@ class Transformer(nn.Module):
 
     def count_weight_bytes_per_token(self) -> int:
         """Bytes of weights that one decode step reads; of an embedding that is not the head too, one row."""
-        sizes = {name: parameter.nbytes for name, parameter in self.named_parameters()}
-        if self.output is not None:
-            sizes["tok_embeddings.weight"] //= self.config.vocab_size
-        return sum(sizes.values())
+        held = sum(parameter.nbytes for parameter in self.parameters())
+        if self.output is None:
+            return held
+        embedding = sum(parameter.nbytes for parameter in self.tok_embeddings.parameters())
+        return held - embedding + embedding // self.config.vocab_size
 
     def forward(self, tokens: Tensor, input_pos: Tensor, kv_pos: Tensor | None, rows: Tensor | None = None) -> Tensor:
         """Compute logits and write the tokens' keys and values into the cache.

@@ -104,7 +104,7 @@ def list_products(
     """
     model = load_model(Outline(checkpoint), device=device, dtype=dtype, weights=weights, kernels="triton")
     matrices = [
-        part.weight for module in model.modules() if isinstance(module, TritonLinear) for part in module.matrices
+        matrix for module in model.modules() if isinstance(module, TritonLinear) for matrix in module.list_packed()
     ]
     if checkpoint.config.tie_word_embeddings and isinstance(model.tok_embeddings, TritonEmbedding):
         matrices.append(model.tok_embeddings.matrix.weight)

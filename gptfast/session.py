@@ -24,6 +24,7 @@ from gptfast.cpu import describe_cpu
 from gptfast.errors import UserError
 from gptfast.graphs import get_cuda_graphs
 from gptfast.kernels import ops
+from gptfast.kernels.ops import KernelChoice
 from gptfast.loading import WEIGHTS, Weights, check_memory, load_model
 from gptfast.model import Transformer, describe_dtype
 from gptfast.runner import CompileKind, Runner
@@ -95,6 +96,11 @@ class Session:
         return " + ".join(self.runner.model.list_weight_precisions())
 
     @property
+    def kernels(self) -> str:
+        """What multiplies: `cpp`, `triton`, `inductor` or `torchao`, or `torch` for its own operators."""
+        return self.runner.model.kernels or "torch"
+
+    @property
     def activations(self) -> str:
         """What activations are rounded to before they are multiplied with a quantized matrix: `int8`, else `fp32`."""
         return "int8" if self.runner.model.rounds_inputs else "fp32"
@@ -150,6 +156,7 @@ def load(
     weights: Weights = "stored",
     activations: str | None = None,
     kv_dtype: str | None = None,
+    kernels: KernelChoice = "auto",
     compile: bool = False,
     batch_size: int = 1,
     threads: int | None = None,
@@ -169,6 +176,10 @@ def load(
             int8 where there are such weights.
         kv_dtype: what keys and values are held in, one of `KV_DTYPES`; None for `dtype` where that is given, or
             where there are no CPU kernels, and else bfloat16.
+        kernels: what multiplies, one of `KERNEL_CHOICES`. `auto` is ours: in C++ on a CPU, `triton` on CUDA from sm_80
+            on, torch's own operators where there are none. To compare with on CUDA, where attention stays ours:
+            `inductor` is what torch.compile makes of products with floats, and of int8 with one row; `torchao` its
+            int4 kernel, with other matrices as by `triton`. A draft model runs on those of `auto`.
         compile: run compiled steps; the first start on a machine compiles them, later ones load them.
         batch_size: texts that are decoded at once.
         threads: for the CPU, of the whole process; None leaves torch's own choice.
@@ -188,15 +199,18 @@ def load(
     if threads is not None:
         set_threads(threads)
     check_choice("weights", weights, WEIGHTS)
+    check_choice("kernels", kernels, ops.KERNEL_CHOICES)
     if activations is not None:
         check_choice("activations", activations, ACTIVATIONS)
     start = time.perf_counter()
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
     check_cuda_graphs(cuda_graphs, chosen_device, compile)
+    chosen_kernels = ops.choose_kernels(chosen_device, kernels)
+    check_kernels(kernels, chosen_dtype, compile)
     chosen_kv_dtype = choose_kv_dtype(kv_dtype, chosen_dtype, chosen_device, is_dtype_given=dtype is not None)
     checkpoint = open_source(path, preset)
-    check_memory(checkpoint, weights, chosen_dtype, chosen_device)
+    check_memory(checkpoint, weights, chosen_dtype, chosen_device, chosen_kernels)
     model = load_model(
         checkpoint,
         device=chosen_device,
@@ -204,6 +218,7 @@ def load(
         weights=weights,
         rounds_inputs=activations != "fp32",
         exact_rows=draft is not None,
+        kernels=chosen_kernels,
     )
     if activations == "int8" and not model.rounds_inputs:
         logger.warning("activations are rounded for the CPU's quantized weights only, of which there are none here")
@@ -294,6 +309,16 @@ def check_cuda_graphs(name: str | None, device: torch.device, compile: bool) -> 
         raise UserError(f"cuda-graphs {name} is asked for and the device is {device.type}; leave it out, or use cuda")
     if name == "trees" and not compile:
         raise UserError("cuda-graphs trees is a mode of torch.compile; compile the steps, or use manual")
+
+
+def check_kernels(name: KernelChoice, dtype: torch.dtype, compile: bool) -> None:
+    """Raise UserError for kernels that the other settings leave no room for."""
+    if name == "inductor" and not compile:
+        raise UserError("kernels inductor are what torch.compile makes; compile the steps, or use triton")
+    if name == "torchao" and dtype != torch.bfloat16:
+        raise UserError(
+            f"kernels torchao multiply in bfloat16 alone and dtype is {describe_dtype(dtype)}; use bfloat16, or triton"
+        )
 
 
 def records_graphs(name: str | None, model: Transformer, compile: bool) -> bool:

@@ -25,7 +25,9 @@ from gptfast.decode import TextState
 from gptfast.graphs import Fetched, Replay
 from gptfast.kernels import ops
 from gptfast.kernels.cuda.packing import WEIGHTS_PER_WORD, Kind, PackedWeight
-from gptfast.linear import TritonEmbedding, TritonLinear, TritonMatrix
+from gptfast.kernels.cuda.tinygemm import TinygemmWeight
+from gptfast.kernels.ops import KernelChoice, Kernels
+from gptfast.linear import InductorMatrix, TinygemmMatrix, TritonEmbedding, TritonLinear, TritonMatrix
 from gptfast.model import Transformer
 from gptfast.replay import RecordedSteps
 from gptfast.runner import Runner
@@ -45,6 +47,7 @@ SMALLEST_MATRIX = 2048 * 2048
 OPERATORS = {
     "extern_kernels.addmm": 1,
     "extern_kernels.mm": 1,
+    "torch.ops.aten._weight_int4pack_mm.default": 1,
     "torch.ops.aten._scaled_dot_product_efficient_attention.default": 1,
     "torch.ops.aten._scaled_dot_product_flash_attention.default": 1,
     "torch.ops.aten.view.dtype": 0,
@@ -61,7 +64,7 @@ Case = Callable[[], None]
 Weights = Literal["dense"] | Kind
 
 
-def make_model(preset: str, weights: Weights) -> Transformer:
+def make_model(preset: str, weights: Weights, kernels: Kernels = "triton") -> Transformer:
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         model = Transformer(replace(PRESETS[preset], n_layers=N_LAYERS)).requires_grad_(False)
@@ -69,20 +72,25 @@ def make_model(preset: str, weights: Weights) -> Transformer:
     if weights != "dense":
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear | nn.Embedding):
-                model.set_submodule(name, pack_layer(module, weights))
+                model.set_submodule(name, pack_layer(module, weights, kernels))
     return model
 
 
-def pack_layer(layer: nn.Linear | nn.Embedding, kind: Kind) -> nn.Module:
+def pack_layer(layer: nn.Linear | nn.Embedding, kind: Kind, kernels: Kernels) -> nn.Module:
     """Integers of 8 bits have a scale for every row, those of 4 bits one for every group."""
     rows, columns = layer.weight.shape
     groups = {"int8": 1, "int4": columns // GROUP_SIZE}
     with layer.weight.device:
         words = torch.zeros(rows, columns // WEIGHTS_PER_WORD[kind], dtype=torch.int32)
         scales = torch.zeros(rows, groups[kind], dtype=torch.bfloat16) if kind in groups else None
-    matrix = TritonMatrix(PackedWeight(kind, words, columns, scales), kind)
+        tiles = torch.zeros(rows // 8, columns // 128, 32, 4, dtype=torch.int32)
+        scales_and_zeros = torch.zeros(groups["int4"], rows, 2, dtype=torch.bfloat16)
+    make_matrix = InductorMatrix if kernels == "inductor" else TritonMatrix
+    matrix: TritonMatrix | TinygemmMatrix = make_matrix(PackedWeight(kind, words, columns, scales), kind)
     if isinstance(layer, nn.Embedding):
         return TritonEmbedding(matrix, dtype=torch.bfloat16, exact_rows=False)
+    if kernels == "torchao":
+        matrix = TinygemmMatrix(TinygemmWeight(tiles, scales_and_zeros, GROUP_SIZE), kind)
     packed = TritonLinear([matrix], exact_rows=False)
     packed.bias = layer.bias
     return packed
@@ -99,10 +107,13 @@ class FirstRun:
         raise AssertionError("no step was run")
 
 
-def make_steps(preset: str, weights: Weights, rows: int, kv_dtype: torch.dtype | None) -> RecordedSteps:
-    model = make_model(preset, weights)
-    assert ops.choose_kernels(model.device) == "triton"
-    model.set_kernels("triton")
+def make_steps(
+    preset: str, weights: Weights, rows: int, kv_dtype: torch.dtype | None, asked: KernelChoice = "auto"
+) -> RecordedSteps:
+    kernels = ops.choose_kernels(torch.device("cuda"), asked)
+    assert kernels == ("triton" if asked == "auto" else asked)
+    model = make_model(preset, weights, kernels)
+    model.set_kernels(kernels)
     model.setup_caches(rows, LENGTH, kv_dtype)
     steps = RecordedSteps(model, rows, FirstRun(), compile_for_recording, CompileStatistics())
     steps.forget(last_pos=LENGTH - 1)
@@ -116,9 +127,10 @@ def read(
     *,
     rows: int = 1,
     kv_dtype: torch.dtype | None = None,
+    kernels: KernelChoice = "auto",
 ) -> None:
     tokens = torch.zeros(rows, count, dtype=torch.int64, device="cuda")
-    make_steps(preset, weights, rows, kv_dtype).read(tokens, POSITION)
+    make_steps(preset, weights, rows, kv_dtype, kernels).read(tokens, POSITION)
 
 
 def extend(sampling: SamplingConfig, weights: Weights) -> None:
@@ -144,11 +156,13 @@ def make_text_state(steps: RecordedSteps, sampling: SamplingConfig, vocab_size: 
         return steps._record_extender(sampling.kind, vocab_size)[0]
 
 
-def read_prompt(preset: str, *, sliding_window: int | None = None) -> None:
+def read_prompt(
+    preset: str, weights: Weights = "int4", kernels: Kernels = "triton", *, sliding_window: int | None = None
+) -> None:
     """The small step, for 32 tokens."""
-    model = make_model(preset, "int4")
+    model = make_model(preset, weights, kernels)
     assert ops.choose_kernels(model.device) == "triton"
-    model.set_kernels("triton")
+    model.set_kernels(kernels)
     model.sliding_window = sliding_window
     Runner(model, compile=True).warm_up(20)
 
@@ -167,6 +181,7 @@ STEPS: dict[str, Case] = {
     "read 5, dense": partial(read, 5, "dense"),
     "read 5, int4": partial(read, 5, "int4"),
     "extend, int4": partial(extend, SAMPLED, "int4"),
+    "read 1, int8 by inductor": partial(read, 1, "int8", kernels="inductor"),
 }
 SLOW_STEPS: dict[str, Case] = {
     "read 16, dense": partial(read, 16, "dense"),
@@ -177,6 +192,12 @@ SLOW_STEPS: dict[str, Case] = {
     "read 5, int8": partial(read, 5, "int8"),
     "read 1, bf16": partial(read, 1, "bf16"),
     "read 5, bf16": partial(read, 5, "bf16"),
+    "read 5, int8 by inductor": partial(read, 5, "int8", kernels="inductor"),
+    "read 1, int8 by inductor, tied head": partial(read, 1, "int8", "llama-3.2-1b", kernels="inductor"),
+    "read 1, int8 by inductor, biases": partial(read, 1, "int8", "qwen2.5-7b", kernels="inductor"),
+    "read 1, bf16 by inductor": partial(read, 1, "bf16", kernels="inductor"),
+    "read 1, int4 by torchao": partial(read, 1, "int4", kernels="torchao"),
+    "read 5, int4 by torchao": partial(read, 5, "int4", kernels="torchao"),
     "read 1, dense, tied head": partial(read, 1, "dense", "llama-3.2-1b"),
     "read 5, int4, tied head": partial(read, 5, "int4", "llama-3.2-1b"),
     "read 1, dense, biases": partial(read, 1, "dense", "qwen2.5-7b"),
@@ -195,6 +216,8 @@ SLOW_STEPS: dict[str, Case] = {
 }
 PROMPTS: dict[str, Case] = {
     "prompt": partial(read_prompt, "llama-3.1-8b"),
+    "prompt, int8 by inductor": partial(read_prompt, "llama-3.1-8b", "int8", "inductor"),
+    "prompt, int4 by torchao": partial(read_prompt, "llama-3.1-8b", "int4", "torchao"),
     "prompt, tied head": partial(read_prompt, "llama-3.2-1b"),
     "prompt with a window": partial(read_prompt, "llama-3.1-8b", sliding_window=4096),
 }

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gptfast.linear import PackedEmbedding, PackedLinear
+from gptfast.linear import PackedEmbedding, PackedLinear, TritonEmbedding, TritonLinear
 from gptfast.model import Transformer
 
 GENERATED_KERNEL_PREFIXES = ("cpp_fused", "triton_")
-ATTENTION_NAMES = ("scaled_dot_product", "gptfast.attention")
+ATTENTION_NAMES = ("scaled_dot_product", "gptfast.attention", "gptfast.cuda_attention")
 LOOKUP_NAMES = ("aten.embedding.default", "gptfast.embedding.default")
 """Operators that read one row of a matrix for each token."""
 ATTENTION = "attention"
@@ -160,6 +160,6 @@ def list_products(model: Transformer) -> list[tuple[str, Tensor]]:
 
 def list_matrices(module: nn.Module) -> list[Tensor]:
     """The matrices that a layer itself holds, as they lie in memory; none if it is no product or embedding."""
-    if isinstance(module, PackedLinear | PackedEmbedding):
+    if isinstance(module, PackedLinear | PackedEmbedding | TritonLinear | TritonEmbedding):
         return [weight for _, weight in module.list_matrices()]
     return [module.weight] if isinstance(module, nn.Linear | nn.Embedding) else []

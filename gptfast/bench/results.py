@@ -92,6 +92,7 @@ class Execution:
     Attributes:
         compiled: whether compiled steps ran.
         compile_kind: as `Runner.compile_kind`.
+        kernels: as `Session.kernels`.
         cuda_graphs: whether steps were really replayed as CUDA graphs.
         recompiles: compilations seen while measuring; anything but 0 spoils the figures.
         other_load: share of all processors' time that other processes, or the host, used during the runs; None where
@@ -100,6 +101,7 @@ class Execution:
 
     compiled: bool
     compile_kind: CompileKind
+    kernels: str
     cuda_graphs: bool
     recompiles: int
     other_load: float | None

@@ -49,7 +49,8 @@ class StartupSettings:
     """What to start and how often.
 
     Attributes:
-        checkpoint, device, dtype, weights, activations, kv_dtype, cuda_graphs, threads: as of `gptfast generate`.
+        checkpoint, device, dtype, weights, activations, kv_dtype, kernels, cuda_graphs, threads: as of
+            `gptfast generate`.
         preset: instead of a checkpoint, random weights in these shapes.
         compile: whether compiled steps are asked for.
         prompt_tokens: length of the synthetic prompt.
@@ -64,6 +65,7 @@ class StartupSettings:
     weights: str
     activations: str | None
     kv_dtype: str | None
+    kernels: str
     cuda_graphs: str | None
     threads: int | None
     compile: bool
@@ -102,7 +104,7 @@ class StartupResult:
     Attributes:
         date: when it ended, ISO 8601 in UTC.
         model: the checkpoint's file or directory, or the preset.
-        dtype, weights, activations, kv_dtype: that the warm starts ran in.
+        dtype, weights, activations, kv_dtype, kernels: that the warm starts ran in.
         cold: None if no cold start was asked for.
         notes: sentences that a reader of the figures must know.
     """
@@ -114,6 +116,7 @@ class StartupResult:
     weights: str
     activations: str
     kv_dtype: str
+    kernels: str
     settings: StartupSettings
     cold: Start[Spread] | None
     warm: Start[Spread]
@@ -149,6 +152,7 @@ def measure_startup(settings: StartupSettings, on_message: OnMessage) -> Startup
         weights=report["weights"],
         activations=report["activations"],
         kv_dtype=report["kv_dtype"],
+        kernels=report["kernels"],
         settings=settings,
         cold=summarize_starts([start for start, _ in cold]) if cold else None,
         warm=summarize_starts([start for start, _ in warm]),
@@ -189,6 +193,7 @@ def build_command(settings: StartupSettings) -> list[str]:
         "--weights": settings.weights,
         "--activations": settings.activations,
         "--kv-dtype": settings.kv_dtype,
+        "--kernels": settings.kernels,
         "--cuda-graphs": settings.cuda_graphs,
         "--threads": settings.threads,
     }

@@ -31,7 +31,6 @@ from gptfast.checkpoint.random import RandomCheckpoint
 from gptfast.compilation import has_recorded_cuda_graphs
 from gptfast.inspection import count_parameters
 from gptfast.memory import get_peak_memory, get_peak_resident_memory, get_resident_memory
-from gptfast.runner import Runner
 from gptfast.session import Session
 
 LARGEST_DRIFT = 0.15
@@ -67,7 +66,7 @@ def summarize(session: Session, settings: Settings, measurements: Measurements, 
         for runs in measurements.decode
     )
     environment = describe_environment(session.runner.device, torch.get_num_threads())
-    execution = describe_execution(session.runner, measurements)
+    execution = describe_execution(session, measurements)
     return BenchmarkResult(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         environment=environment,
@@ -137,11 +136,13 @@ def describe_model(session: Session) -> ModelFacts:
     )
 
 
-def describe_execution(runner: Runner, measurements: Measurements) -> Execution:
+def describe_execution(session: Session, measurements: Measurements) -> Execution:
     """How the steps were executed."""
+    runner = session.runner
     return Execution(
         compiled=runner.is_compiled,
         compile_kind=runner.compile_kind,
+        kernels=session.kernels,
         cuda_graphs=runner.replayed_steps > 0 or (runner.uses_graph_trees and has_recorded_cuda_graphs()),
         recompiles=measurements.recompiles,
         other_load=measurements.other_load,

@@ -20,6 +20,7 @@ from gptfast.cli.options import (
 from gptfast.errors import UserError
 
 if TYPE_CHECKING:
+    from gptfast.kernels.ops import KernelChoice
     from gptfast.loading import Weights
 
 
@@ -103,6 +104,7 @@ def run_and_print(
     weights: Weights,
     activations: str | None,
     kv_dtype: str | None,
+    kernels: KernelChoice,
     cuda_graphs: str | None,
     threads: int | None,
     breakdown: bool,
@@ -147,6 +149,7 @@ def run_and_print(
             weights=weights,
             activations=activations,
             kv_dtype=kv_dtype,
+            kernels=kernels,
             cuda_graphs=cuda_graphs,
             compile=compile,
             batch_size=batch_size,

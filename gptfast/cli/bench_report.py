@@ -29,6 +29,8 @@ def format_head(result: BenchmarkResult) -> str:
     if result.execution.compiled:
         how = f"compiled ({result.execution.compile_kind})"
         how += ", CUDA graphs" if result.execution.cuda_graphs else ""
+    if result.environment.device == "cuda":
+        how += f", {result.execution.kernels} kernels"
     return "\n".join(
         [
             f"{format_model(result.model)}, {how}",

@@ -32,6 +32,7 @@ def describe_session(session: Session) -> dict[str, Any]:
         "weights": session.weights,
         "activations": session.activations,
         "kv_dtype": session.kv_dtype,
+        "kernels": session.kernels,
         "compiled": session.runner.is_compiled,
         "threads": environment.threads,
         "torch": environment.torch,
@@ -89,8 +90,8 @@ def format_metrics(metrics: Sequence[TaskMetric]) -> str:
 def describe_model(facts: dict[str, Any]) -> str:
     """What ran, in one line."""
     precision = describe_precision(*(facts[name] for name in ("dtype", "weights", "activations", "kv_dtype")))
-    threads = f", {facts['threads']} threads" if facts["device"] == "cpu" else ""
-    return f"{facts['checkpoint']}, {facts['device']}, {precision}{threads}, torch {facts['torch']}"
+    runs_on = f"{facts['threads']} threads" if facts["device"] == "cpu" else f"{facts['kernels']} kernels"
+    return f"{facts['checkpoint']}, {facts['device']}, {precision}, {runs_on}, torch {facts['torch']}"
 
 
 def format_estimate(estimate: Estimate | TaskMetric) -> str:

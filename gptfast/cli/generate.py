@@ -30,6 +30,7 @@ from gptfast.errors import PromptError, UserError
 if TYPE_CHECKING:
     from gptfast.cli.report import RunReport
     from gptfast.generation import GenerationResult, Prompt, Stream
+    from gptfast.kernels.ops import KernelChoice
     from gptfast.loading import Weights
     from gptfast.session import Session
 
@@ -69,6 +70,7 @@ class Options:
     weights: Weights
     activations: str | None
     kv_dtype: str | None
+    kernels: KernelChoice
     cuda_graphs: str | None
     threads: int | None
     draft: str | None
@@ -142,6 +144,7 @@ def command(**settings: Any) -> int:
         weights=options.weights,
         activations=options.activations,
         kv_dtype=options.kv_dtype,
+        kernels=options.kernels,
         cuda_graphs=options.cuda_graphs,
         compile=options.compile or options.compile_prefill,
         batch_size=options.batch_size,

@@ -39,6 +39,12 @@ EXECUTION_OPTIONS = (
     activations_option,
     kv_dtype_option,
     click.option(
+        "--kernels",
+        default="auto",
+        show_default=True,
+        help="What multiplies: auto (ours) or, on CUDA, triton (ours), inductor (torch.compile's) or torchao.",
+    ),
+    click.option(
         "--cuda-graphs",
         help="manual (ours, one graph a step), trees (torch.compile's) or off [default: manual, of compiled steps].",
     ),

@@ -91,6 +91,7 @@ class RunReport:
             "weights": self.session.weights,
             "activations": self.session.activations,
             "kv_dtype": self.session.kv_dtype,
+            "kernels": self.session.kernels,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "seed": self.seed,
@@ -112,11 +113,11 @@ class RunReport:
 
         session = self.session
         precision = describe_precision(session.dtype, session.weights, session.activations, session.kv_dtype)
-        threads = f"{torch.get_num_threads()} threads, " if self.device == "cpu" else ""
+        runs_on = f"{torch.get_num_threads()} threads" if self.device == "cpu" else f"{session.kernels} kernels"
         unit = "token" if session.speculator is None else "step"
         megabytes = session.weight_bytes_per_token / 1e6
         rows = [
-            ("run", f"{self.device}, {precision}, {threads}torch {torch.__version__}"),
+            ("run", f"{self.device}, {precision}, {runs_on}, torch {torch.__version__}"),
             ("start", f"import {self.import_s:.2f} s, load {session.load_s:.2f} s, {self._describe_compile()}"),
         ]
         if self.results:

@@ -8,21 +8,26 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from gptfast.errors import UserError
 from gptfast.kernels.build import LIBRARY, BuildError, load_library
 
 logger = logging.getLogger(__name__)
 
-Kernels = Literal["cpp", "triton"]
-"""Which kernels a model runs on: ours for the CPU, or ours for CUDA."""
+Kernels = Literal["cpp", "triton", "inductor", "torchao"]
+"""What a model's products run on: ours for the CPU, ours for CUDA, what torch.compile generates for CUDA, or what
+torchao calls there. Attention is ours with each of them."""
+KernelChoice = Literal["auto", "triton", "inductor", "torchao"]
+"""What may be asked for; `auto` is ours for the device."""
+KERNEL_CHOICES: tuple[KernelChoice, ...] = get_args(KernelChoice)
 LEAST_CAPABILITY = (8, 0)
 """Of a GPU for the Triton kernels, which multiply bfloat16 on tensor cores."""
-MOST_TOKENS: dict[Kernels, int | None] = {"cpp": None, "triton": 16}
-"""Per row that `attention` takes at once; None for any number."""
+MOST_CUDA_TOKENS = 16
+"""Per row that `attention` takes at once on CUDA; on a CPU it takes any number."""
 
 
 @functools.cache
@@ -53,22 +58,38 @@ def has_triton_kernels() -> bool:
     return True
 
 
-def choose_kernels(device: torch.device) -> Kernels | None:
-    """Those of the device, made ready; None if there are none, so that torch's own operators do all."""
-    if device.type == "cpu":
-        return "cpp" if has_cpu_kernels() else None
+def choose_kernels(device: torch.device, asked: KernelChoice = "auto") -> Kernels | None:
+    """Those that are asked for, made ready; of `auto` None if there are none, so that torch's own operators do all.
+
+    Raises UserError for others that the device cannot run; all of them need the Triton kernels, for attention at least.
+    """
+    if asked == "auto":
+        if device.type == "cpu":
+            return "cpp" if has_cpu_kernels() else None
+        return "triton" if is_new_enough(device) and has_triton_kernels() else None
     if device.type != "cuda":
-        return None
-    is_new = torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
-    return "triton" if is_new and has_triton_kernels() else None
+        raise UserError(f"kernels {asked} are asked for and the device is {device.type}; leave them out, or use cuda")
+    if not is_new_enough(device):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise UserError(f"kernels {asked} need a GPU of sm_80 or later, and this one is of sm_{major}{minor}; use auto")
+    if importlib.util.find_spec("triton") is None:
+        raise UserError(f"kernels {asked} need Triton, which is not installed; install triton, or use auto")
+    return asked if has_triton_kernels() else None
+
+
+def is_new_enough(device: torch.device) -> bool:
+    """Whether it is a GPU that the Triton kernels can be compiled for."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
+def are_for_cuda(kernels: Kernels | None) -> bool:
+    """Whether matrices lie on CUDA in forms of ours, and attention is Triton's."""
+    return kernels is not None and kernels != "cpp"
 
 
 def can_attend(kernels: Kernels | None, tokens: int) -> bool:
     """Whether `attention` takes so many tokens of a row at once."""
-    if kernels is None:
-        return False
-    most = MOST_TOKENS[kernels]
-    return most is None or tokens <= most
+    return kernels == "cpp" or (kernels is not None and tokens <= MOST_CUDA_TOKENS)
 
 
 def register_shapes() -> None:
@@ -136,7 +157,8 @@ def attention(
         k_scales: (B or more, K, L, 1) float32, with int8 only: a key is its codes times this.
         v_scales: The same for the values.
         sliding_window: How many slots a token sees at most, its own among them.
-        kernels: What computes it; Triton's also takes float16, and at most 16 tokens.
+        kernels: What the model runs on; but for `cpp`, Triton's computes it, which takes float16 too and at most 16
+            tokens.
 
     Scores are divided by sqrt(D); sums are in float32. Of finite inputs, a token's result depends neither on the
     tokens beside it nor on the number of threads.

@@ -52,6 +52,11 @@ def open_speculator(
     check_draft(draft, k, target.batch_size)
     if target.device.type == "cpu" and target.model.kernels is None:
         logger.warning("without the CPU kernels a verified token may differ from a plain one; --check-exact tells")
+    if target.model.kernels in ("inductor", "torchao"):
+        logger.warning(
+            "with the kernels %s a verified token may differ from a plain one; --check-exact tells",
+            target.model.kernels,
+        )
     lanes = []
     for name in split_draft(draft):
         proposer: Proposer

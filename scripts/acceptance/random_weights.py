@@ -98,8 +98,7 @@ def expand_model(
 
 def expand_packed(module: TritonLinear | TritonEmbedding, dtype: torch.dtype, exact_rows: bool) -> nn.Module:
     """A layer of bfloat16 for our kernels."""
-    matrices = [module.matrix] if isinstance(module, TritonEmbedding) else module.matrices
-    parts = [TritonMatrix(pack(unpack(matrix.weight).bfloat16()), BF16.name) for matrix in matrices]
+    parts = [TritonMatrix(pack(unpack(weight).bfloat16()), BF16.name) for weight in module.list_packed()]
     if isinstance(module, TritonEmbedding):
         return TritonEmbedding(parts[0], dtype=dtype, exact_rows=exact_rows)
     layer = TritonLinear(parts, exact_rows=exact_rows)
@@ -109,8 +108,7 @@ def expand_packed(module: TritonLinear | TritonEmbedding, dtype: torch.dtype, ex
 
 def expand_dense(module: TritonLinear | TritonEmbedding, dtype: torch.dtype, exact_rows: bool) -> nn.Module:
     """A layer for torch's own products."""
-    matrices = [module.matrix] if isinstance(module, TritonEmbedding) else module.matrices
-    weight = torch.cat([unpack(matrix.weight).to(dtype) for matrix in matrices])
+    weight = torch.cat([unpack(weight).to(dtype) for weight in module.list_packed()])
     with torch.device("meta"):
         rows, columns = weight.shape
         embedding, linear = Embedding(rows, columns), nn.Linear(columns, rows, bias=False)

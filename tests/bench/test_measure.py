@@ -19,6 +19,7 @@ from gptfast.bench.measure import check_settings, count_slots, run_benchmark
 from gptfast.bench.phases import PhaseTimer
 from gptfast.bench.results import Bandwidth, BenchmarkResult, Execution, Settings
 from gptfast.bench.statistics import Spread
+from gptfast.cli.bench_report import format_head
 from gptfast.decode import prefill
 from gptfast.errors import PromptError, UserError
 from gptfast.generation import Stream
@@ -96,6 +97,7 @@ def test_a_benchmark_tells_what_ran(session: Session) -> None:
     )
     assert result.execution.recompiles == 0
     assert not result.execution.cuda_graphs
+    assert result.execution.kernels == session.kernels == (session.runner.model.kernels or "torch")
     assert result.model.weight_bytes_per_token == session.weight_bytes_per_token
     with torch.device("meta"):
         dense = Transformer(session.runner.model.config)
@@ -103,6 +105,17 @@ def test_a_benchmark_tells_what_ran(session: Session) -> None:
     assert (result.model.weights, result.model.activations, result.model.kv_dtype) == ("float32", "fp32", "float32")
     assert result.bandwidth.ceiling_gb_per_s > 0
     assert result.memory.peak_resident_bytes >= (result.memory.resident_bytes or 0) > 0
+
+
+def test_on_a_gpu_the_head_names_the_kernels(eager: Session) -> None:
+    result = benchmark(eager)
+    on_gpu = replace(
+        result,
+        environment=replace(result.environment, device="cuda"),
+        execution=replace(result.execution, kernels="torchao"),
+    )
+    assert format_head(on_gpu).splitlines()[0].endswith("eager, torchao kernels")
+    assert "kernels" not in format_head(result)
 
 
 def test_phases_add_up_to_the_wall_clock(eager: Session) -> None:
@@ -241,7 +254,13 @@ def test_the_cache_holds_what_is_asked_for_and_no_more() -> None:
 def note(eager: Session, *, cache_bytes: int | None = 0, drift: float = 0.0, **execution: Any) -> str:
     environment = replace(describe_environment(eager.runner.device, 1), last_level_cache_bytes=cache_bytes)
     bandwidth = Bandwidth(1, Spread(1, 1, 1, 1), Spread(1, 1, 1, 1), 1.0, drift)
-    facts: dict[str, Any] = {"compiled": True, "compile_kind": "cached", "cuda_graphs": False, "recompiles": 0}
+    facts: dict[str, Any] = {
+        "compiled": True,
+        "compile_kind": "cached",
+        "kernels": "cpp",
+        "cuda_graphs": False,
+        "recompiles": 0,
+    }
     facts["other_load"] = 0.0
     decode = [replace(benchmark(eager).decode[0], bytes_per_step=1000)]
     return "\n".join(summary.write_notes(eager, environment, Execution(**facts | execution), bandwidth, decode))

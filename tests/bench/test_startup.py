@@ -43,6 +43,7 @@ REPORT = {
     "weights": "Q4_1",
     "activations": "int8",
     "kv_dtype": "bfloat16",
+    "kernels": "cpp",
     "threads": 2,
 }
 PLAYER = """
@@ -71,6 +72,7 @@ def make_settings(checkpoint: str | None = "model", **changes: object) -> Startu
         "weights": "stored",
         "activations": None,
         "kv_dtype": None,
+        "kernels": "auto",
         "cuda_graphs": None,
         "threads": None,
         "compile": True,
@@ -218,7 +220,7 @@ def test_what_is_asked_for_reaches_the_started_process() -> None:
     text = " ".join(command)
     for option in ("--checkpoint m.gguf", "--device cpu", "--dtype bfloat16", "--threads 3", "--prompt 7", "--compile"):
         assert option in text
-    assert "--weights int4 --activations fp32 --kv-dtype int8" in text
+    assert "--weights int4 --activations fp32 --kv-dtype int8 --kernels auto" in text
     assert "--random" not in text
 
 

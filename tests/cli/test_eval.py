@@ -28,6 +28,7 @@ MODEL_FIELDS = {
     "weights",
     "activations",
     "kv_dtype",
+    "kernels",
     "compiled",
     "threads",
     "torch",

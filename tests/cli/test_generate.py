@@ -51,6 +51,7 @@ JSON_FIELDS = {
     "weights",
     "activations",
     "kv_dtype",
+    "kernels",
     "threads",
     "torch",
     "seed",

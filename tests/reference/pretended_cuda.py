@@ -289,7 +289,7 @@ def read_calls(wrapper: ast.Module) -> dict[str, list[str]]:
 
 
 def list_buffers(graph: Any) -> list[Buffer]:
-    """What a graph takes, and the graphs inside it; what it writes to its inputs is not among that."""
+    """What a graph takes, and the graphs inside it; its inputs in another form, or written to, are not among that."""
     from torch._inductor import ir
 
     found = [
@@ -303,6 +303,7 @@ def list_buffers(graph: Any) -> list[Buffer]:
         if buffer.get_name() not in graph.removed_buffers
         and buffer.has_tensor_output()
         and not isinstance(buffer.layout, ir.MutationLayoutSHOULDREMOVE)
+        and not buffer.get_inputs_that_alias_output()
     ]
     inner = {
         subgraph.name: subgraph.graph

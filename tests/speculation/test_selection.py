@@ -15,6 +15,7 @@ from torch import Tensor
 from gptfast.checkpoint.random import RandomCheckpoint
 from gptfast.config import SamplingConfig
 from gptfast.errors import UserError
+from gptfast.kernels.ops import Kernels
 from gptfast.loading import load_model
 from gptfast.runner import Runner
 from gptfast.session import Session
@@ -115,6 +116,17 @@ def test_without_the_cpu_kernels_a_line_says_that_texts_may_differ(
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("without the CPU kernels a verified token may differ from a plain one")
+
+
+@pytest.mark.parametrize("kernels", ["inductor", "torchao"])
+def test_with_products_of_others_a_line_says_that_texts_may_differ(
+    kernels: Kernels, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = load_tiny(directory)
+    session.runner.model.set_kernels(kernels)
+    open_speculator("ngram", session.runner, session.checkpoint, session.tokenizer)
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"with the kernels {kernels} a verified token may differ")
 
 
 # What is refused
