@@ -123,16 +123,20 @@ def test_more_chunks_than_are_combined_at_once_are_combined() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has an order of its own")
-def test_any_program_may_be_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, cache, input_pos = make_call(FLOAT, start=2 * CHUNK, heads=4, kv_heads=2, dim=16)
+def test_any_program_may_be_the_last_and_others_come_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, cache, input_pos = make_call(FLOAT, start=CHUNK, tokens=5, heads=8, kv_heads=2, dim=16)
     expected = attend_by_kernel(q, cache, input_pos)
     builder = triton.runtime.interpreter.InterpreterBuilder
     run_program: Callable[..., None] = builder.set_grid_idx
 
-    def run_in_another_order(self: Any, x: int, y: int, z: int) -> None:
-        run_program(self, x, y, (z + 1) % self.grid_dim[2])
+    def run_chunk_by_chunk(self: Any, x: int, y: int, z: int) -> None:
+        """The last chunk of all rows and heads first, instead of all chunks of the first rows."""
+        blocks, heads, chunks = self.grid_dim
+        assert (blocks, heads, chunks) == (2, 2, 2)
+        number = (x * heads + y) * chunks + z
+        run_program(self, number % blocks, number // blocks % heads, chunks - 1 - number // (blocks * heads))
 
-    monkeypatch.setattr(builder, "set_grid_idx", run_in_another_order)
+    monkeypatch.setattr(builder, "set_grid_idx", run_chunk_by_chunk)
     assert torch.equal(
         attend_fused(torch.empty_like(expected), q, cache, input_pos, make_scratch(q, cache)),
         expected,
