@@ -17,19 +17,29 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gptfast.kernels.cuda.attention_sums import (
+    add_chunks,
+    find_entries,
+    find_fours,
+    find_slots,
+    store_sums,
+    sum_chunk,
+)
+
 MAX_TOKENS, MAX_DIM = 16, 256
 CHUNK = 256
 """The slots of a program; to cut otherwise changes results by rounding."""
-COMBINED, COMBINED_DIM = 32, 32
-"""The chunks that `combine_chunks` holds at once, and how much of a head: as little as is read at full speed."""
-WARPS = 4
+COMBINED = 16
+"""The chunks whose sums are loaded together and have one maximum; another number changes results by rounding."""
+COMBINED_ELEMENTS = 128
+"""What a warp of them adds up of one chunk: 16 bytes a thread."""
 OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -84,71 +94,40 @@ def attend_chunk(
     chunk_slots: tl.constexpr,
     block_slots: tl.constexpr,
 ) -> None:
-    """A program (rows, B * K, C) computes block_rows of the S * G rows of queries over a chunk, or leaves.
-
-    `scale` is log2(e) / sqrt(D), as weights are powers of two. Queries and keys are multiplied as `key_operand`, and
-    weights and values as `value_operand`. The loop's bounds are fixed, but what no token sees is not loaded.
-    """
+    """A program (rows, B * K, C) computes block_rows of the S * G rows of queries over a chunk, or leaves."""
     head, chunk = tl.program_id(1), tl.program_id(2)
+    first, last = find_slots(input_pos, S, window)
     start = chunk * chunk_slots
-    last = tl.load(input_pos + S - 1).to(tl.int32)
-    first = 0 if window is None else tl.load(input_pos).to(tl.int32) - window + 1
     if (start > last) | (start + chunk_slots <= first):
         return
-
     row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
-    token = row // G
-    is_row = token < S
-    position = tl.load(input_pos + token, mask=is_row, other=-1).to(tl.int32)
-    batch = head // K
-    query_head = head % K * G + row % G
-    dim = tl.arange(0, block_dim)
-    is_element = is_row[:, None] & (dim < D)[None, :]
-    query = ((batch * S + token) * (K * G) + query_head).to(tl.int64) * D
-    queries = tl.load(q + query[:, None] + dim[None, :], mask=is_element, other=0).to(key_operand)
-
-    # A row of the cache can have more elements than int32 counts, one of its heads cannot.
-    offset = head.to(tl.int64) * L
-    k += offset * D
-    v += offset * D
-    if k_scales is not None:
-        k_scales += offset
-        v_scales += offset
-    maximum = tl.full((block_rows,), float("-inf"), tl.float32)
-    weight = tl.zeros((block_rows,), tl.float32)
-    value = tl.zeros((block_rows, block_dim), tl.float32)
-    for block in range(0, chunk_slots, block_slots):
-        slot = start + block + tl.arange(0, block_slots)
-        is_read = (slot >= first) & (slot <= last)
-        elements = slot[:, None] * D + dim[None, :]
-        is_loaded = is_read[:, None] & (dim < D)[None, :]
-        keys = tl.load(k + elements, mask=is_loaded, other=0)
-        scores = tl.dot(queries, tl.trans(keys.to(key_operand)), input_precision="tf32x3")
-        if k_scales is not None:
-            scores *= tl.load(k_scales + slot, mask=is_read, other=0)[None, :]
-        is_seen = slot[None, :] <= position[:, None]
-        if window is not None:
-            is_seen = is_seen & (slot[None, :] > position[:, None] - window)
-        scores = tl.where(is_seen, scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-        # Of a row that has seen nothing so far, all differences are -inf instead of NaN.
-        subtrahend = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        powers = tl.exp2((scores - subtrahend[:, None]) * scale)
-        kept = tl.exp2((maximum - subtrahend) * scale)
-        weight = weight * kept + tl.sum(powers, axis=1)
-        if v_scales is not None:
-            powers *= tl.load(v_scales + slot, mask=is_read, other=0)[None, :]
-        factors = tl.load(v + elements, mask=is_loaded, other=0).to(value_operand)
-        if v_scales is not None:
-            # Else the compiler converts codes after it has read them from shared memory one by one, in columns.
-            factors = tl.where(is_loaded, factors, 0)
-        value = tl.dot(powers.to(value_operand), factors, value * kept[:, None], input_precision="tf32x3")
-        maximum = new_maximum
-
-    entry = ((batch * tl.num_programs(2) + chunk) * S + token) * (K * G) + query_head
-    tl.store(values + entry.to(tl.int64)[:, None] * D + dim[None, :], value, mask=is_element)
-    tl.store(maxima + entry, maximum, mask=is_row)
-    tl.store(weights + entry, weight, mask=is_row)
+    maximum, weight, value = sum_chunk(
+        q,
+        k,
+        v,
+        k_scales,
+        v_scales,
+        input_pos,
+        row,
+        head,
+        start,
+        first,
+        last,
+        S,
+        L,
+        window,
+        scale,
+        K,
+        G,
+        D,
+        key_operand,
+        value_operand,
+        block_dim,
+        chunk_slots,
+        block_slots,
+    )
+    entry = find_entries(row, head, S, tl.num_programs(2), K, G) + chunk * S * (K * G)
+    store_sums(values, maxima, weights, entry, row < S * G, maximum, weight, value, D)
 
 
 @triton.jit(do_not_specialize=["C"], do_not_specialize_on_alignment=["input_pos"])  # type: ignore[untyped-decorator]
@@ -161,42 +140,41 @@ def combine_chunks(
     C: tl.tensor,
     window: tl.tensor,
     scale: tl.constexpr,
+    H: tl.constexpr,
     D: tl.constexpr,
+    block_heads: tl.constexpr,
     block_dim: tl.constexpr,
     chunk_slots: tl.constexpr,
     block_chunks: tl.constexpr,
 ) -> None:
-    """A program (H * parts of D, S, B) adds up what a token and head has of the chunks it sees: out (B, S, H, D)."""
-    parts: tl.constexpr = (D + block_dim - 1) // block_dim
-    head, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    token, batch = tl.program_id(1), tl.program_id(2)
-    H, S = tl.num_programs(0) // parts, tl.num_programs(1)
+    """A program (heads, S, B) adds up what block_heads of a token have of the chunks it sees: out (B, S, H, D)."""
+    fours: tl.constexpr = block_dim // 4
+    index = tl.arange(0, block_heads * fours)
+    head, four = tl.program_id(0) * block_heads + index // fours, index % fours
+    token, batch, S = tl.program_id(1), tl.program_id(2), tl.num_programs(1)
     position = tl.load(input_pos + token).to(tl.int32)
-    last = position // chunk_slots
-    first = 0 if window is None else tl.maximum(position - window + 1, 0) // chunk_slots
-    dim = part * block_dim + tl.arange(0, block_dim)
-    maximum = tl.full((1,), float("-inf"), tl.float32)
-    weight = tl.zeros((1,), tl.float32)
-    value = tl.zeros((block_dim,), tl.float32)
-    start = first // block_chunks * block_chunks
-    while start <= last:
-        chunk = start + tl.arange(0, block_chunks)
-        is_seen = (chunk >= first) & (chunk <= last)
-        entry = ((batch * C + chunk) * S + token) * H + head
-        chunk_maximum = tl.load(maxima + entry, mask=is_seen, other=float("-inf"))
-        chunk_weight = tl.load(weights + entry, mask=is_seen, other=0)
-        elements = entry.to(tl.int64)[:, None] * D + dim[None, :]
-        chunk_value = tl.load(values + elements, mask=is_seen[:, None] & (dim < D)[None, :], other=0)
-        new_maximum = tl.maximum(maximum, tl.max(chunk_maximum, axis=0))
-        subtrahend = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        powers = tl.exp2((chunk_maximum - subtrahend) * scale)
-        kept = tl.exp2((maximum - subtrahend) * scale)
-        weight = weight * kept + tl.sum(powers * chunk_weight, axis=0)
-        value = value * kept + tl.sum(powers[:, None] * chunk_value, axis=0)
-        maximum = new_maximum
-        start += block_chunks
-    elements = ((batch * S + token) * H + head).to(tl.int64) * D + dim
-    tl.store(out + elements, value / weight, mask=dim < D)
+    last_chunk = position // chunk_slots
+    first_chunk = 0 if window is None else tl.maximum(position - window + 1, 0) // chunk_slots
+    result = add_chunks(
+        values,
+        maxima,
+        weights,
+        (batch * C * S + token) * H + head,
+        four,
+        S * H,
+        head < H,
+        position,
+        first_chunk,
+        last_chunk,
+        window,
+        scale,
+        D,
+        chunk_slots,
+        block_chunks,
+    )
+    dim, is_dim = find_fours(four, D)
+    elements = ((batch * S + token) * H + head).to(tl.int64)[:, None] * D + dim
+    tl.store(out + elements, result, mask=(head < H)[:, None] & is_dim)
 
 
 def attend(
@@ -237,16 +215,12 @@ def attend(
     kv_heads, slots = k.shape[1], k.shape[2]
     if scratch is None:
         scratch = make_scratch(batch, tokens, heads, dim, slots, device=q.device)
-    chunks = -(-slots // CHUNK)
-    if scratch.values.shape[0] < batch * chunks * tokens * heads or scratch.values.shape[1] != dim:
-        raise ValueError(f"a scratch of {tuple(scratch.values.shape)} does not fit queries of {tuple(q.shape)}")
+    check_scratch(scratch, q, k)
     out = q.new_empty(batch, tokens, heads * dim)
-    group = heads // kv_heads
-    tile = choose_tile(group * tokens, dim, exact=is_exact(q.dtype, k.dtype))
-    key_operand, value_operand = choose_operands(q.dtype, k.dtype)
-    scale = math.log2(math.e) / math.sqrt(dim)
+    tile, constants = describe_sums(q, k)
+    chunks, block_heads = -(-slots // CHUNK), choose_heads(dim)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-        attend_chunk[(-(-group * tokens // tile.rows), batch * kv_heads, chunks)](
+        attend_chunk[(-(-tokens * heads // kv_heads // tile.rows), batch * kv_heads, chunks)](
             *scratch,
             q,
             k,
@@ -257,36 +231,49 @@ def attend(
             tokens,
             slots,
             sliding_window,
-            scale=scale,
-            K=kv_heads,
-            G=group,
-            D=dim,
-            key_operand=key_operand,
-            value_operand=value_operand,
-            block_rows=tile.rows,
-            block_dim=max(16, triton.next_power_of_2(dim)),
-            chunk_slots=CHUNK,
-            block_slots=tile.slots,
+            **constants,
             num_warps=tile.warps,
             num_stages=tile.stages,
             enable_fp_fusion=False,
         )
-        combine_chunks[(heads * -(-dim // COMBINED_DIM), tokens, batch)](
+        combine_chunks[(-(-heads // block_heads), tokens, batch)](
             out,
             *scratch,
             input_pos,
             chunks,
             sliding_window,
-            scale=scale,
+            scale=constants["scale"],
+            H=heads,
             D=dim,
-            block_dim=COMBINED_DIM,
+            block_heads=block_heads,
+            block_dim=constants["block_dim"],
             chunk_slots=CHUNK,
             block_chunks=COMBINED,
-            num_warps=WARPS,
+            num_warps=1,
             num_stages=1,
             enable_fp_fusion=False,
         )
     return out
+
+
+def describe_sums(q: Tensor, k: Tensor) -> tuple[Tile, dict[str, Any]]:
+    """The tile for queries (B, S, H, D) and keys (B or more, K, L, D), and the constants of what sums their chunks."""
+    _, tokens, heads, dim = q.shape
+    group = heads // k.shape[1]
+    tile = choose_tile(group * tokens, dim, exact=is_exact(q.dtype, k.dtype))
+    key_operand, value_operand = choose_operands(q.dtype, k.dtype)
+    return tile, {
+        "scale": math.log2(math.e) / math.sqrt(dim),
+        "K": k.shape[1],
+        "G": group,
+        "D": dim,
+        "key_operand": key_operand,
+        "value_operand": value_operand,
+        "block_rows": tile.rows,
+        "block_dim": pad_dim(dim),
+        "chunk_slots": CHUNK,
+        "block_slots": tile.slots,
+    }
 
 
 def is_exact(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
@@ -311,6 +298,16 @@ def choose_tile(rows: int, dim: int, *, exact: bool) -> Tile:
     return Tile(16 if rows <= 16 else 32, 64, warps=4, stages=3 if dim <= 128 else 2)
 
 
+def pad_dim(dim: int) -> int:
+    """How many dimensions of a head a program computes: powers of two, and no less than a product takes."""
+    return max(16, int(triton.next_power_of_2(dim)))
+
+
+def choose_heads(dim: int) -> int:
+    """How many heads of a token a warp of `combine_chunks` adds up."""
+    return max(1, COMBINED_ELEMENTS // pad_dim(dim))
+
+
 def make_scratch(
     batch_size: int, tokens: int, heads: int, head_dim: int, slots: int, *, device: torch.device
 ) -> Scratch:
@@ -318,6 +315,14 @@ def make_scratch(
     entries = batch_size * -(-slots // CHUNK) * tokens * heads
     sizes = ((entries, head_dim), (entries,), (entries,))
     return Scratch(*(torch.empty(size, device=device) for size in sizes))
+
+
+def check_scratch(scratch: Scratch, q: Tensor, k: Tensor) -> None:
+    """Refuse one that is too small for queries (B, S, H, D) and keys (B or more, K, L, D)."""
+    batch, tokens, heads, dim = q.shape
+    entries = batch * -(-k.shape[2] // CHUNK) * tokens * heads
+    if scratch.values.shape[0] < entries or scratch.values.shape[1] != dim:
+        raise ValueError(f"a scratch of {tuple(scratch.values.shape)} does not fit queries of {tuple(q.shape)}")
 
 
 def check_inputs(

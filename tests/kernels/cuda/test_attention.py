@@ -331,7 +331,7 @@ def test_compiled_it_reads_16_bytes_at_once_and_multiplies_on_tensor_cores(confi
             assert_reads_well(many[architecture], each)
             assert_computes_rows_alike(few[architecture], many[architecture], each)
             combination[architecture].assert_keeps_to_registers()
-            assert combination[architecture].count(r"LDG\S*\.128")
+            assert_loads_chunks_together(combination[architecture])
 
 
 def launch_attention(configuration: Configuration, rows: int) -> Launch:
@@ -371,12 +371,19 @@ def launch_combination(configuration: Configuration) -> Launch:
         "input_pos": "*i64",
         **{"C": 4, "window": configuration.window},
         "scale": math.log2(math.e) / math.sqrt(configuration.dim),
-        "D": configuration.dim,
-        "block_dim": attention.COMBINED_DIM,
+        **{"H": 32, "D": configuration.dim},
+        "block_heads": attention.choose_heads(configuration.dim),
+        "block_dim": attention.pad_dim(configuration.dim),
         "chunk_slots": CHUNK,
         "block_chunks": attention.COMBINED,
     }
-    return Launch("gptfast.kernels.cuda.attention:combine_chunks", arguments, attention.WARPS, fuses=False)
+    return Launch("gptfast.kernels.cuda.attention:combine_chunks", arguments, warps=1, fuses=False)
+
+
+def assert_loads_chunks_together(program: Program) -> None:
+    """A block's values, maxima and weights are loaded once, by 16 bytes of values, before any is waited for."""
+    assert program.count(r"LDG\S*\.128") == attention.COMBINED
+    assert program.count(r"LDG\S*STRONG") == 3 * attention.COMBINED
 
 
 def assert_reads_well(program: Program, configuration: Configuration) -> None:
