@@ -72,23 +72,106 @@ def load_once(pointers, inside, even: tl.constexpr):
 
 
 @triton.jit
+def find_rows(index, first, last, distance: tl.constexpr, block_rows: tl.constexpr):
+    """Where the rows of a program lie, of these indices, counted from its first one.
+
+    They follow each other, or with a `distance` are the pairs from number `first` on: the rows n and n + distance of
+    every 2 * distance, the first of all pairs and then the second. Indices after `last` are those of the last row or
+    pair.
+    """
+    if distance == 0:
+        return tl.minimum(index, last)
+    else:
+        pairs: tl.constexpr = block_rows // 2
+        pair = tl.minimum(index % pairs, last)
+        if distance % pairs == 0:
+            return index // pairs * distance + pair
+        else:
+            start = first % distance
+            return (start + pair) // distance * distance + pair + index // pairs * distance
+
+
+@triton.jit
+def load_tile(words, row, start, W: tl.constexpr, block_words: tl.constexpr, may_end: tl.constexpr):
+    """The words from `start` on of these rows: (block_rows, block_words).
+
+    Those after the last are 0, or anything if `may_end` says that whole blocks lie there, which nobody uses.
+    """
+    word = start + tl.arange(0, block_words)
+    pointers = words + row[:, None] * W + word[None, :]
+    even: tl.constexpr = W % block_words == 0
+    if even and may_end:
+        return tl.load(pointers, mask=(word < W)[None, :], eviction_policy="evict_first")
+    else:
+        return load_once(pointers, (word < W)[None, :], even)
+
+
+@triton.jit
 def load_per_four(
-    values, last_row, start, W: tl.constexpr, G: tl.constexpr, block_rows: tl.constexpr, fours: tl.constexpr
+    values,
+    first,
+    last,
+    start,
+    W: tl.constexpr,
+    G: tl.constexpr,
+    distance: tl.constexpr,
+    block_rows: tl.constexpr,
+    fours: tl.constexpr,
+    may_end: tl.constexpr,
 ):
-    """Of scales or mins, those of 4 * fours words of each row: (block_rows, fours) float32.
+    """Of scales or mins, those of 4 * fours words of each row, for `spread_per_four`.
 
     Loaded as one long row, since a thread then gets those of its own words: over a matrix in which no neighbours are
     contiguous the compiler lets the threads lie across the rows, over a vector as they lie over one of as many inputs,
     and either has them exchange what they have loaded through shared memory.
     """
     if G == 1:
-        row = tl.minimum(tl.arange(0, block_rows), last_row)
-        return tl.broadcast_to(tl.load(values + row).to(tl.float32)[:, None], (block_rows, fours))
+        return tl.load(values + find_rows(tl.arange(0, block_rows), first, last, distance, block_rows))
     else:
         index = tl.arange(0, block_rows * fours)[None, :]
-        row = tl.minimum(index // fours, last_row)
+        row = find_rows(index // fours, first, last, distance, block_rows)
         four = start // 4 + index % fours
-        loaded = load_once(values + row * G + four // (W // 4 // G), four < W // 4, W // 4 % fours == 0)
+        pointers = values + row * G + four // (W // 4 // G)
+        return load_once(pointers, four < W // 4, W // 4 % fours == 0 and not may_end)
+
+
+@triton.jit
+def load_block(
+    words,
+    scales,
+    mins,
+    first,
+    last,
+    start,
+    W: tl.constexpr,
+    G: tl.constexpr,
+    distance: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_words: tl.constexpr,
+    may_end: tl.constexpr,
+):
+    """What `add_words` needs of the words from `start` on: `load_tile`, and `load_per_four` of scales and of mins.
+
+    In the place of what there is not is the tile, since a loop can carry tensors alone.
+    """
+    fours: tl.constexpr = block_words // 4
+    row = find_rows(tl.arange(0, block_rows), first, last, distance, block_rows)
+    tile = load_tile(words, row, start, W, block_words, may_end)
+    scale = tile
+    least = tile
+    if scales is not None and (G > 1 or mins is not None):
+        scale = load_per_four(scales, first, last, start, W, G, distance, block_rows, fours, may_end)
+    if mins is not None:
+        least = load_per_four(mins, first, last, start, W, G, distance, block_rows, fours, may_end)
+    return tile, scale, least
+
+
+@triton.jit
+def spread_per_four(loaded, G: tl.constexpr, block_rows: tl.constexpr, fours: tl.constexpr):
+    """What `load_per_four` loaded as (block_rows, fours) float32."""
+    if G == 1:
+        return tl.broadcast_to(loaded.to(tl.float32)[:, None], (block_rows, fours))
+    else:
         return tl.reshape(loaded.to(tl.float32), (block_rows, fours))
 
 
@@ -105,10 +188,9 @@ def load_shared(pointers, inside, even: tl.constexpr):
 def add_words(
     total,
     x,
-    words,
-    scales,
-    mins,
-    last_row,
+    tile,
+    scale,
+    least,
     start,
     magic,
     W: tl.constexpr,
@@ -116,23 +198,21 @@ def add_words(
     P: tl.constexpr,
     kind: tl.constexpr,
     zero: tl.constexpr,
+    has_mins: tl.constexpr,
     block_rows: tl.constexpr,
     block_words: tl.constexpr,
 ):
-    """Add the products with block_words words of each row to `total` (block_rows, block_words / 4).
+    """Add the products with what `load_block` loaded from `start` on to `total` (block_rows, block_words / 4).
 
     What a thread loads at once, 4 words, lies in one group and is summed first.
     """
-    even: tl.constexpr = W % block_words == 0
     fours: tl.constexpr = block_words // 4
-    row = tl.minimum(tl.arange(0, block_rows), last_row)
     word = start + tl.arange(0, block_words)
-    tile = load_once(words + row[:, None] * W + word[None, :], (word < W)[None, :], even)
     product = tl.zeros((block_rows, block_words), tl.float32)
     surplus = tl.zeros((block_words,), tl.float32)
     sums = tl.zeros((block_words,), tl.float32)
     for i in tl.static_range(P):
-        inputs = load_shared(x + i * W + word, word < W, even)
+        inputs = load_shared(x + i * W + word, word < W, W % block_words == 0)
         product += place_weights(tile, i, kind, magic) * inputs[None, :]
         if kind == "int4" or kind == "int8":
             surplus += inputs * (1 + zero * get_step(i, kind))
@@ -140,16 +220,38 @@ def add_words(
     product = tl.sum(tl.reshape(product, (block_rows, fours, 4)), axis=2)
     if kind == "int4" or kind == "int8":
         product -= tl.sum(tl.reshape(surplus, (fours, 4)), axis=1)[None, :]
-    if G == 1 and mins is None:
+    if G == 1 and not has_mins:
         return total + product
     else:
-        total += product * load_per_four(scales, last_row, start, W, G, block_rows, fours)
-        if mins is not None:
-            total += (
-                load_per_four(mins, last_row, start, W, G, block_rows, fours)
-                * tl.sum(tl.reshape(sums, (fours, 4)), axis=1)[None, :]
-            )
+        total += product * spread_per_four(scale, G, block_rows, fours)
+        if has_mins:
+            sums = tl.sum(tl.reshape(sums, (fours, 4)), axis=1)
+            total += spread_per_four(least, G, block_rows, fours) * sums[None, :]
         return total
+
+
+@triton.jit
+def finish_vector(
+    total,
+    scales,
+    mins,
+    first,
+    last,
+    G: tl.constexpr,
+    kind: tl.constexpr,
+    distance: tl.constexpr,
+    block_rows: tl.constexpr,
+):
+    """The sums of `add_words` over whole rows, times what is common to all their words: (block_rows,)."""
+    result = tl.sum(total, axis=1)
+    if kind == "fp8":
+        result *= 2.0**60
+    if kind == "fp16":
+        result *= 2.0**56
+    if G == 1 and mins is None and scales is not None:
+        row = find_rows(tl.arange(0, block_rows), first, last, distance, block_rows)
+        result *= tl.load(scales + row).to(tl.float32)
+    return result
 
 
 @triton.jit(do_not_specialize=["magic"], do_not_specialize_on_alignment=["scales", "mins"])
@@ -175,31 +277,29 @@ def multiply_vector(
 
     All warps lie along a row: block_words is a multiple of 128 a warp, so that a thread holds 4 neighbouring words of
     every row of the block, and its 16 bytes lie in one group. To the compiler the scales are not aligned, as it would
-    else load them several at once, in another arrangement of threads, and exchange them through shared memory.
+    else load several at once, in another arrangement of threads, and exchange them through shared memory.
     """
     first = tl.program_id(0) * block_rows
-    last_row = block_rows - 1 if even_rows else tl.minimum(N - 1 - first, block_rows - 1)
+    last = block_rows - 1 if even_rows else tl.minimum(N - 1 - first, block_rows - 1)
     words += first.to(tl.int64) * W
     if scales is not None:
         scales += first * G
     if mins is not None:
         mins += first * G
+    has_mins: tl.constexpr = mins is not None
     total = tl.zeros((block_rows, block_words // 4), tl.float32)
     for start in range(0, W, block_words):
-        total = add_words(
-            total, x, words, scales, mins, last_row, start, magic, W, G, P, kind, zero, block_rows, block_words
+        tile, scale, least = load_block(
+            words, scales, mins, first, last, start, W, G, 0, block_rows, block_words, False
         )
-    result = tl.sum(total, axis=1)
-    row = tl.minimum(tl.arange(0, block_rows), last_row)
-    if kind == "fp8":
-        result *= 2.0**60
-    if kind == "fp16":
-        result *= 2.0**56
-    if G == 1 and mins is None and scales is not None:
-        result *= tl.load(scales + row).to(tl.float32)
+        total = add_words(
+            total, x, tile, scale, least, start, magic, W, G, P, kind, zero, has_mins, block_rows, block_words
+        )
+    result = finish_vector(total, scales, mins, first, last, G, kind, 0, block_rows)
+    row = tl.minimum(tl.arange(0, block_rows), last)
     if bias is not None:
         result += tl.load(bias + first + row).to(tl.float32)
-    tl.store(out + first + row, result, mask=None if even_rows else tl.arange(0, block_rows) <= last_row)
+    tl.store(out + first + row, result, mask=None if even_rows else tl.arange(0, block_rows) <= last)
 
 
 @triton.jit
@@ -237,33 +337,33 @@ def make_operand(tile, i: tl.constexpr, kind: tl.constexpr, zero: tl.constexpr):
         return bits.to(tl.float32, bitcast=True) * (2.0**127 if i % 2 == 0 else 2.0**123) - zero / 128
 
 
-@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["scales", "mins"])
-def multiply_rows(
-    out,
+@triton.jit
+def sum_rows(
     x,
     words,
     scales,
     mins,
-    bias,
     M,
-    N,
+    first,
+    last,
     W: tl.constexpr,
     G: tl.constexpr,
     P: tl.constexpr,
     kind: tl.constexpr,
     zero: tl.constexpr,
     operand: tl.constexpr,
-    even_rows: tl.constexpr,
+    distance: tl.constexpr,
     block_rows: tl.constexpr,
     block_words: tl.constexpr,
     splits: tl.constexpr,
 ):
-    """M <= 16 rows of inputs: x (M, P, W) as `arrange_rows` makes them, out (M, N); a program computes block_rows.
+    """M <= 16 rows of inputs times the rows of `find_rows`, the first of which the pointers tell: (block_rows, 16).
 
-    The words of bf16 and fp16 are their single weights, with P = 1. A row is cut into `splits` parts, which the warps
-    work on side by side, since few rows would else keep few of them busy. `operand` is what is multiplied: the inputs'
-    dtype, or float32 where that has no product. Weights are exact in it where a group covers the block, as its sums are
-    then multiplied with the scale; else, and where there are mins, they are rounded to it after scaling.
+    The sums are float32, and of inputs that are not there 0. The words of bf16 and fp16 are their single weights, with
+    P = 1. A row is cut into `splits` parts, which the warps work on side by side, since few rows would else keep few of
+    them busy. `operand` is what is multiplied: the inputs' dtype, or float32 where that has no product. Weights are
+    exact in it where a group covers the block, as its sums are then multiplied with the scale; else, and where there
+    are mins, they are rounded to it after scaling.
     """
     part_words: tl.constexpr = W // splits
     even: tl.constexpr = part_words % block_words == 0
@@ -271,15 +371,7 @@ def multiply_rows(
     scales_sums: tl.constexpr = mins is None and (G == 1 or W // G % block_words == 0)
     groups: tl.constexpr = max(1, block_words // (W // G)) if G > 1 else 1
     unit: tl.constexpr = 128 if kind == "int4" or kind == "int8" else 1
-    first = tl.program_id(0) * block_rows
-    row = tl.arange(0, block_rows)
-    if not even_rows:
-        row = tl.minimum(row, N - 1 - first)
-    words += first.to(tl.int64) * W
-    if scales is not None:
-        scales += first * G
-    if mins is not None:
-        mins += first * G
+    row = find_rows(tl.arange(0, block_rows), first, last, distance, block_rows)
     m = tl.arange(0, ROWS)
     split = tl.arange(0, splits) * part_words
     total = tl.zeros((splits, block_rows, ROWS), tl.float32)
@@ -317,9 +409,46 @@ def multiply_rows(
     result = tl.sum(total, axis=0)
     if not has_groups and scales is not None:
         result *= (tl.load(scales + row).to(tl.float32) * unit)[:, None]
-    n = first + tl.arange(0, block_rows)
+    return result
+
+
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["scales", "mins"])
+def multiply_rows(
+    out,
+    x,
+    words,
+    scales,
+    mins,
+    bias,
+    M,
+    N,
+    W: tl.constexpr,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    kind: tl.constexpr,
+    zero: tl.constexpr,
+    operand: tl.constexpr,
+    even_rows: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_words: tl.constexpr,
+    splits: tl.constexpr,
+):
+    """M <= 16 rows of inputs: x (M, P, W) as `arrange_rows` makes them, out (M, N); a program computes block_rows."""
+    first = tl.program_id(0) * block_rows
+    last = block_rows - 1 if even_rows else tl.minimum(N - 1 - first, block_rows - 1)
+    words += first.to(tl.int64) * W
+    if scales is not None:
+        scales += first * G
+    if mins is not None:
+        mins += first * G
+    result = sum_rows(
+        x, words, scales, mins, M, first, last, W, G, P, kind, zero, operand, 0, block_rows, block_words, splits
+    )
     if bias is not None:
+        row = tl.minimum(tl.arange(0, block_rows), last)
         result += tl.load(bias + first + row).to(tl.float32)[:, None]
+    m = tl.arange(0, ROWS)
+    n = first + tl.arange(0, block_rows)
     keep = (m < M)[None, :]
     if not even_rows:
         keep = keep & (n < N)[:, None]
