@@ -268,6 +268,7 @@ def project_qkv(
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
+    has_batch: tl.constexpr,
     E: tl.constexpr,
     eps: tl.constexpr,
     parts: tl.constexpr,
@@ -304,7 +305,10 @@ def project_qkv(
     pair = first + tl.minimum(index, last)
     head, i = pair // half, pair % half
     is_stored = (m < M)[None, :] & (index <= last)[:, None]
-    position = tl.load(input_pos + m % S, mask=m < M, other=0)
+    # A division by what is no constant would take some 20 instructions, for what is 1 almost always.
+    token = m % S if has_batch else m
+    batch = m // S if has_batch else tl.zeros_like(m)
+    position = tl.load(input_pos + token, mask=m < M, other=0)
     angle = position[None, :] * half + i[:, None]
     c, s = tl.load(cos + angle), tl.load(sin + angle)
     square = load_squares(squares, m, M, parts)
@@ -345,7 +349,7 @@ def project_qkv(
     query = (m[None, :] * H + head[:, None])[:, :, None] * D + element
     tl.store(q + query, rotated, mask=(is_stored & (head < H)[:, None])[:, :, None])
     # A cache can have more elements than int32 counts; positions are int64.
-    row = (m // S * K)[None, :] + ((head - H) % K)[:, None]
+    row = (batch * K)[None, :] + ((head - H) % K)[:, None]
     slot = (row * L + position[None, :])[:, :, None] * D + element
     tl.store(k_cache + slot, rotated, mask=(is_stored & (head >= H)[:, None] & is_rotated)[:, :, None])
     tl.store(v_cache + slot, rotated, mask=(is_stored & (head >= H + K)[:, None])[:, :, None])
@@ -388,13 +392,14 @@ def add_product(
         scales += base * G
     if mins is not None:
         mins += base * G
-    m = list_inputs(is_vector)
-    n = first + tl.minimum(tl.arange(0, block_rows), last)
-    gain = tl.load(gains + n).to(tl.float32)[:, None]
     tile, scale, least = start(
         words, scales, mins, first, last, W, G, 0, is_vector, block_rows, block_words, splits, pdl
     )
-    is_stored = (m < M)[None, :] & (tl.arange(0, block_rows) <= last)[:, None]
+    m = list_inputs(is_vector)
+    index = tl.arange(0, block_rows)
+    n = first + tl.minimum(index, last)
+    gain = tl.load(gains + n).to(tl.float32)[:, None]
+    is_stored = (m < M)[None, :] & (index <= last)[:, None]
     residual = x + m[None, :] * N + n[:, None]
     before = tl.load(residual, mask=is_stored, other=0).to(tl.float32)
     sums = multiply(

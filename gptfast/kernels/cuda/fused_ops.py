@@ -178,6 +178,7 @@ def project_qkv(
             H=heads,
             K=kv_heads,
             D=dim,
+            has_batch=batch > 1,
             **describe_norm(inputs, weight, eps),
             **arguments,
         )
