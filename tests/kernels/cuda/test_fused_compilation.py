@@ -50,7 +50,16 @@ LLAMA_8B = Sizes(4096, 32, 8, 128, 14_336, 128_256)
 LLAMA_1B = Sizes(2048, 32, 8, 64, 8192, 128_256)
 SMOLLM2_135M = Sizes(576, 9, 3, 64, 1536, 49_152)
 NAMES = ("wqkv", "wo", "w13", "w2", "head")
-BOUNDS: dict[tuple[Kind, bool], dict[str, float]] = {}
+BOUNDS: dict[Kind, tuple[float, ...]] = {
+    "bf16": (4.8, 4.2, 4.4, 3.7, 4.0),
+    "fp16": (6.4, 5.8, 6.0, 5.1, 5.6),
+    "fp8": (6.5, 6.0, 6.2, 5.0, 5.8),
+    "int8": (6.2, 5.6, 5.8, 4.6, 5.4),
+    "int4": (4.5, 4.3, 4.3, 3.1, 3.9),
+}
+"""Instructions per weight on sm_90 at 8B of the products in the order of `NAMES`, for one row: 4 % above Triton 3.6."""
+BOUNDS_OF_ROWS: dict[Kind, float] = {"bf16": 3.1, "fp16": 3.1, "fp8": 8.8, "int8": 7.3, "int4": 8.2}
+"""For several, of each product."""
 
 
 def make_weight(kind: Kind, out_features: int, in_features: int, group_size: int, *, has_mins: bool) -> PackedWeight:
@@ -206,8 +215,8 @@ def check_all(
         for (name, launch), programs in zip(launches.items(), compiled, strict=True):
             for architecture, program in programs.items():
                 check(launch, program)
-                bound = BOUNDS.get((kind, rows > 1), {}).get(name)
-                if architecture == 90 and bound is not None and not has_mins and sizes is not SMOLLM2_135M:
+                if architecture == 90 and sizes == LLAMA_8B and not has_mins:
+                    bound = BOUNDS_OF_ROWS[kind] if rows > 1 else BOUNDS[kind][NAMES.index(name)]
                     assert measure_instructions(launch, program, kind) <= bound, (kind, group_size, name)
 
 
