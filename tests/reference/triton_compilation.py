@@ -94,6 +94,15 @@ class Program:
         """Instructions whose name begins with the pattern."""
         return count_instructions(self.instructions, pattern)
 
+    def count_executed(self, pattern: str, times: float) -> float:
+        """Instructions that a thread executes if those whose name begins with the pattern are `times` of them.
+
+        The loop is repeated as often as that takes, and all else runs once.
+        """
+        in_loop = count_instructions(self.loop, pattern)
+        repetitions = (times - self.count(pattern) + in_loop) / in_loop if in_loop else 0
+        return len(self.instructions) - len(self.loop) + repetitions * len(self.loop)
+
     def assert_keeps_to_registers(self) -> None:
         """Nothing is spilled to memory: what the assembler says of itself does not suffice."""
         assert (self.stack_bytes, self.local_bytes) == (0, 0)

@@ -14,142 +14,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ROWS: tl.constexpr = tl.constexpr(16)
-"""Rows of inputs that `multiply_rows` always computes, so that a row's sums do not depend on how many are asked for."""
-SIGN_AND_7: tl.constexpr = tl.constexpr(0x87F00000 - (1 << 32))
-SIGN_AND_15: tl.constexpr = tl.constexpr(0x8FFFE000 - (1 << 32))
-UPPER_HALF: tl.constexpr = tl.constexpr(0xFFFF0000 - (1 << 32))
+from gptfast.kernels.cuda.linear_sums import ROWS, add_words, finish_vector, load_block, make_operand, sum_rows
+
 MAGIC = 0x3F800000
 """The bits of 1.0, for the kernels' argument: one instruction masks and merges with a register, two with a literal."""
-
-
-@triton.jit
-def shift_byte(words, byte: tl.constexpr):
-    """A byte of each word to the top of a float's mantissa, bits 15 to 22; what lies beside it is to be masked."""
-    if byte == 0:
-        return words << 15
-    elif byte == 1:
-        return words << 7
-    elif byte == 2:
-        return words >> 1
-    else:
-        return words >> 9
-
-
-@triton.jit
-def place_weights(words, index: tl.constexpr, kind: tl.constexpr, magic):
-    """Weight `index` of each word as float32, times a power of two, by shifts and masks alone.
-
-    Integers of int4 and int8 stand in the mantissa: 1 + q * `get_step`. Floats keep sign, exponent and mantissa, but as
-    their exponent then counts from 127, fp8 is too small by 2 ** 120 and fp16 by 2 ** 112.
-    """
-    if kind == "int4":
-        bits = (shift_byte(words, index // 2) & (15 << (15 + index % 2 * 4))) | magic
-    elif kind == "int8":
-        bits = (shift_byte(words, index) & (255 << 15)) | magic
-    elif kind == "fp8":
-        bits = ((words << (24 - 8 * index)) >> 4) & SIGN_AND_7
-    elif kind == "fp16":
-        bits = ((words << (16 - 16 * index)) >> 3) & SIGN_AND_15
-    else:
-        bits = words << 16 if index == 0 else words & UPPER_HALF
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.constexpr_function
-def get_step(index, kind):
-    """What 1 of an integer is in the float that `place_weights` makes."""
-    return 1 / 16 if kind == "int4" and index % 2 else 1 / 256
-
-
-@triton.jit
-def load_once(pointers, inside, even: tl.constexpr):
-    """Load what no other program reads, so that it does not push out of the cache what all do."""
-    if even:
-        return tl.load(pointers, eviction_policy="evict_first")
-    else:
-        return tl.load(pointers, mask=inside, other=0, eviction_policy="evict_first")
-
-
-@triton.jit
-def load_per_four(
-    values, last_row, start, W: tl.constexpr, G: tl.constexpr, block_rows: tl.constexpr, fours: tl.constexpr
-):
-    """Of scales or mins, those of 4 * fours words of each row: (block_rows, fours) float32.
-
-    Loaded as one long row, since a thread then gets those of its own words: over a matrix in which no neighbours are
-    contiguous the compiler lets the threads lie across the rows, over a vector as they lie over one of as many inputs,
-    and either has them exchange what they have loaded through shared memory.
-    """
-    if G == 1:
-        row = tl.minimum(tl.arange(0, block_rows), last_row)
-        return tl.broadcast_to(tl.load(values + row).to(tl.float32)[:, None], (block_rows, fours))
-    else:
-        index = tl.arange(0, block_rows * fours)[None, :]
-        row = tl.minimum(index // fours, last_row)
-        four = start // 4 + index % fours
-        loaded = load_once(values + row * G + four // (W // 4 // G), four < W // 4, W // 4 % fours == 0)
-        return tl.reshape(loaded.to(tl.float32), (block_rows, fours))
-
-
-@triton.jit
-def load_shared(pointers, inside, even: tl.constexpr):
-    """Load what many programs read."""
-    if even:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=inside, other=0)
-
-
-@triton.jit
-def add_words(
-    total,
-    x,
-    words,
-    scales,
-    mins,
-    last_row,
-    start,
-    magic,
-    W: tl.constexpr,
-    G: tl.constexpr,
-    P: tl.constexpr,
-    kind: tl.constexpr,
-    zero: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_words: tl.constexpr,
-):
-    """Add the products with block_words words of each row to `total` (block_rows, block_words / 4).
-
-    What a thread loads at once, 4 words, lies in one group and is summed first.
-    """
-    even: tl.constexpr = W % block_words == 0
-    fours: tl.constexpr = block_words // 4
-    row = tl.minimum(tl.arange(0, block_rows), last_row)
-    word = start + tl.arange(0, block_words)
-    tile = load_once(words + row[:, None] * W + word[None, :], (word < W)[None, :], even)
-    product = tl.zeros((block_rows, block_words), tl.float32)
-    surplus = tl.zeros((block_words,), tl.float32)
-    sums = tl.zeros((block_words,), tl.float32)
-    for i in tl.static_range(P):
-        inputs = load_shared(x + i * W + word, word < W, even)
-        product += place_weights(tile, i, kind, magic) * inputs[None, :]
-        if kind == "int4" or kind == "int8":
-            surplus += inputs * (1 + zero * get_step(i, kind))
-            sums += inputs * get_step(i, kind)
-    product = tl.sum(tl.reshape(product, (block_rows, fours, 4)), axis=2)
-    if kind == "int4" or kind == "int8":
-        product -= tl.sum(tl.reshape(surplus, (fours, 4)), axis=1)[None, :]
-    if G == 1 and mins is None:
-        return total + product
-    else:
-        total += product * load_per_four(scales, last_row, start, W, G, block_rows, fours)
-        if mins is not None:
-            total += (
-                load_per_four(mins, last_row, start, W, G, block_rows, fours)
-                * tl.sum(tl.reshape(sums, (fours, 4)), axis=1)[None, :]
-            )
-        return total
 
 
 @triton.jit(do_not_specialize=["magic"], do_not_specialize_on_alignment=["scales", "mins"])
@@ -175,66 +43,29 @@ def multiply_vector(
 
     All warps lie along a row: block_words is a multiple of 128 a warp, so that a thread holds 4 neighbouring words of
     every row of the block, and its 16 bytes lie in one group. To the compiler the scales are not aligned, as it would
-    else load them several at once, in another arrangement of threads, and exchange them through shared memory.
+    else load several at once, in another arrangement of threads, and exchange them through shared memory.
     """
     first = tl.program_id(0) * block_rows
-    last_row = block_rows - 1 if even_rows else tl.minimum(N - 1 - first, block_rows - 1)
+    last = block_rows - 1 if even_rows else tl.minimum(N - 1 - first, block_rows - 1)
     words += first.to(tl.int64) * W
     if scales is not None:
         scales += first * G
     if mins is not None:
         mins += first * G
+    has_mins: tl.constexpr = mins is not None
     total = tl.zeros((block_rows, block_words // 4), tl.float32)
     for start in range(0, W, block_words):
-        total = add_words(
-            total, x, words, scales, mins, last_row, start, magic, W, G, P, kind, zero, block_rows, block_words
+        tile, scale, least = load_block(
+            words, scales, mins, first, last, start, W, G, 0, block_rows, block_words, False
         )
-    result = tl.sum(total, axis=1)
-    row = tl.minimum(tl.arange(0, block_rows), last_row)
-    if kind == "fp8":
-        result *= 2.0**60
-    if kind == "fp16":
-        result *= 2.0**56
-    if G == 1 and mins is None and scales is not None:
-        result *= tl.load(scales + row).to(tl.float32)
+        total = add_words(
+            total, x, tile, scale, least, start, magic, W, G, P, kind, zero, has_mins, block_rows, block_words
+        )
+    result = finish_vector(total, scales, mins, first, last, G, kind, 0, block_rows)
+    row = tl.minimum(tl.arange(0, block_rows), last)
     if bias is not None:
         result += tl.load(bias + first + row).to(tl.float32)
-    tl.store(out + first + row, result, mask=None if even_rows else tl.arange(0, block_rows) <= last_row)
-
-
-@triton.jit
-def load_groups(values, row, word, W: tl.constexpr, G: tl.constexpr, groups: tl.constexpr):
-    """Of scales or mins, those of the groups from words (splits,) of each row on: (splits, block_rows, groups)."""
-    group = (word // (W // G))[:, None] + tl.arange(0, groups)[None, :]
-    return load_once(values + row[None, :, None] * G + group[:, None, :], (group < G)[:, None, :], False)
-
-
-@triton.jit
-def spread_groups(values, count: tl.constexpr):
-    """(splits, block_rows, groups) in, each `count` times: (splits, block_rows, groups * count) float32."""
-    shape: tl.constexpr = values.shape
-    repeated = tl.broadcast_to(values.to(tl.float32)[:, :, :, None], (shape[0], shape[1], shape[2], count))
-    return tl.reshape(repeated, (shape[0], shape[1], shape[2] * count))
-
-
-@triton.jit
-def make_operand(tile, i: tl.constexpr, kind: tl.constexpr, zero: tl.constexpr):
-    """Weights `i` of a tile of words as float32; integers are divided by 128.
-
-    Bits of an integer at the top of the mantissa, with no exponent, are that integer times 2 ** -134, or of int4 every
-    other time 2 ** -130: unlike `place_weights` this needs no argument, which would keep the compiler from doing it in
-    the arrangement of threads that a tensor core wants.
-    """
-    if kind == "bf16" or kind == "fp16":
-        return tile.to(tl.float32)
-    elif kind == "fp8":
-        return place_weights(tile, i, kind, 0) * (2.0**120)
-    elif kind == "int8":
-        bits = shift_byte(tile, i) & (255 << 15)
-        return bits.to(tl.float32, bitcast=True) * (2.0**127) - zero / 128
-    else:
-        bits = shift_byte(tile, i // 2) & (15 << (15 + i % 2 * 4))
-        return bits.to(tl.float32, bitcast=True) * (2.0**127 if i % 2 == 0 else 2.0**123) - zero / 128
+    tl.store(out + first + row, result, mask=None if even_rows else tl.arange(0, block_rows) <= last)
 
 
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["scales", "mins"])
@@ -258,68 +89,22 @@ def multiply_rows(
     block_words: tl.constexpr,
     splits: tl.constexpr,
 ):
-    """M <= 16 rows of inputs: x (M, P, W) as `arrange_rows` makes them, out (M, N); a program computes block_rows.
-
-    The words of bf16 and fp16 are their single weights, with P = 1. A row is cut into `splits` parts, which the warps
-    work on side by side, since few rows would else keep few of them busy. `operand` is what is multiplied: the inputs'
-    dtype, or float32 where that has no product. Weights are exact in it where a group covers the block, as its sums are
-    then multiplied with the scale; else, and where there are mins, they are rounded to it after scaling.
-    """
-    part_words: tl.constexpr = W // splits
-    even: tl.constexpr = part_words % block_words == 0
-    has_groups: tl.constexpr = G > 1 or mins is not None
-    scales_sums: tl.constexpr = mins is None and (G == 1 or W // G % block_words == 0)
-    groups: tl.constexpr = max(1, block_words // (W // G)) if G > 1 else 1
-    unit: tl.constexpr = 128 if kind == "int4" or kind == "int8" else 1
+    """M <= 16 rows of inputs: x (M, P, W) as `arrange_rows` makes them, out (M, N); a program computes block_rows."""
     first = tl.program_id(0) * block_rows
-    row = tl.arange(0, block_rows)
-    if not even_rows:
-        row = tl.minimum(row, N - 1 - first)
+    last = block_rows - 1 if even_rows else tl.minimum(N - 1 - first, block_rows - 1)
     words += first.to(tl.int64) * W
     if scales is not None:
         scales += first * G
     if mins is not None:
         mins += first * G
-    m = tl.arange(0, ROWS)
-    split = tl.arange(0, splits) * part_words
-    total = tl.zeros((splits, block_rows, ROWS), tl.float32)
-    if has_groups and scales_sums:
-        # One block ahead, as the compiler does it for what is larger.
-        next_scale = load_groups(scales, row, split, W, G, 1)
-    for start in range(0, part_words, block_words):
-        word = (split + start)[:, None] + tl.arange(0, block_words)[None, :]
-        inside = word < W
-        if has_groups and scales_sums:
-            scale = next_scale.to(tl.float32) * unit
-            next_scale = load_groups(scales, row, split + start + block_words, W, G, 1)
-        elif has_groups:
-            scale = spread_groups(load_groups(scales, row, split + start, W, G, groups), block_words // groups) * unit
-            if mins is not None:
-                least = spread_groups(load_groups(mins, row, split + start, W, G, groups), block_words // groups)
-        tile = load_once(words + row[None, :, None] * W + word[:, None, :], inside[:, None, :], even)
-        part = tl.zeros((splits, block_rows, ROWS), tl.float32) if has_groups and scales_sums else total
-        for i in tl.static_range(P):
-            weight = make_operand(tile, i, kind, zero)
-            if not scales_sums:
-                weight *= scale
-                if mins is not None:
-                    weight += least
-            pointers = x + m[None, None, :] * (P * W) + i * W + word[:, :, None]
-            if even:
-                inputs = tl.load(pointers, mask=(m < M)[None, None, :], other=0)
-            else:
-                inputs = tl.load(pointers, mask=(m < M)[None, None, :] & inside[:, :, None], other=0)
-            part = tl.dot(weight.to(operand), inputs.to(operand), part, input_precision="ieee")
-        if has_groups and scales_sums:
-            total += part * scale
-        else:
-            total = part
-    result = tl.sum(total, axis=0)
-    if not has_groups and scales is not None:
-        result *= (tl.load(scales + row).to(tl.float32) * unit)[:, None]
-    n = first + tl.arange(0, block_rows)
+    result = sum_rows(
+        x, words, scales, mins, M, first, last, W, G, P, kind, zero, operand, 0, block_rows, block_words, splits
+    )
     if bias is not None:
+        row = tl.minimum(tl.arange(0, block_rows), last)
         result += tl.load(bias + first + row).to(tl.float32)[:, None]
+    m = tl.arange(0, ROWS)
+    n = first + tl.arange(0, block_rows)
     keep = (m < M)[None, :]
     if not even_rows:
         keep = keep & (n < N)[:, None]

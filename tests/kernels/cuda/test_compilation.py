@@ -93,11 +93,7 @@ def measure_instructions(line: TunedConfiguration, program: Program) -> float:
     else:
         # A matrix of 16 by 16 weights takes two of a warp's instructions, one of 64 by 16 one of a warpgroup's.
         marker, weights = TENSOR_CORE, 8 if program.count("HGMMA") else 4
-    loop = count_instructions(program.loop, marker) * weights
-    rest = program.count(marker) * weights - loop
-    repetitions = (count_weights(line) - rest) / loop if loop else 0
-    executed = len(program.instructions) - len(program.loop) + repetitions * len(program.loop)
-    return executed / count_weights(line)
+    return program.count_executed(marker, count_weights(line) / weights) / count_weights(line)
 
 
 def check(line: TunedConfiguration, program: Program, *, has_mins: bool = False) -> None:
