@@ -6,11 +6,11 @@ Shapes: B batch, S tokens in this call, N cache slots attended, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gptfast.model import Transformer
 from gptfast.sampling import SamplingTensors, accept_tokens, choose_tokens
 
 MOST_VERIFIED = 16
@@ -18,7 +18,14 @@ MOST_VERIFIED = 16
 rows than for one, and each twice that for twice as many from about 8 on."""
 
 
-def prefill(model: Transformer, tokens: Tensor, input_pos: Tensor, kv_pos: Tensor | None, last: Tensor) -> Tensor:
+class Decoder(Protocol):
+    """A `Transformer`, or what computes the same in another way."""
+
+    def __call__(self, tokens: Tensor, input_pos: Tensor, kv_pos: Any, rows: Tensor | None = None) -> Any:
+        """See `Transformer.forward`."""
+
+
+def prefill(model: Decoder, tokens: Tensor, input_pos: Tensor, kv_pos: Tensor | None, last: Tensor) -> Tensor:
     """Read a chunk of the prompt into the cache; (B, V) float32 logits after the token at index `last` (1,).
 
     A chunk shorter than S is padded at its end. The padding writes to slots after the prompt's, which are
@@ -28,13 +35,13 @@ def prefill(model: Transformer, tokens: Tensor, input_pos: Tensor, kv_pos: Tenso
     return logits[:, 0]
 
 
-def decode_one_token(model: Transformer, tokens: Tensor, input_pos: Tensor, kv_pos: Tensor | None) -> Tensor:
+def decode_one_token(model: Decoder, tokens: Tensor, input_pos: Tensor, kv_pos: Tensor | None) -> Tensor:
     """Extend every row by one token (B, 1) at `input_pos` (1,); (B, V) float32 logits of the next."""
     logits: Tensor = model(tokens, input_pos, kv_pos)
     return logits[:, -1]
 
 
-def verify(model: Transformer, tokens: Tensor, input_pos: Tensor, kv_pos: Tensor | None) -> Tensor:
+def verify(model: Decoder, tokens: Tensor, input_pos: Tensor, kv_pos: Tensor | None) -> Tensor:
     """Read a chunk of tokens (1 or B, S) as `prefill` does; (1 or B, S, V) float32 logits after every one of them."""
     logits: Tensor = model(tokens, input_pos, kv_pos)
     return logits
@@ -55,7 +62,7 @@ class LogitsState:
     logits: Tensor
 
 
-def compute_logits(model: Transformer, state: LogitsState) -> None:
+def compute_logits(model: Decoder, state: LogitsState) -> None:
     """Extend every row by S tokens, for a model that needs no `kv_pos`."""
     state.logits.copy_(model(state.tokens, state.input_pos, None))
 
@@ -85,7 +92,7 @@ class TextState:
     vocab_size: int
 
 
-def extend(model: Transformer, state: TextState) -> None:
+def extend(model: Decoder, state: TextState) -> None:
     """Extend every row by its token and choose the next, for a model that needs no `kv_pos`."""
     go_on(decode_one_token(model, state.tokens[:, None], state.input_pos, None), state)
 
@@ -119,7 +126,7 @@ class CatchUpState:
     text: TextState
 
 
-def catch_up(model: Transformer, state: CatchUpState) -> None:
+def catch_up(model: Decoder, state: CatchUpState) -> None:
     """Read S tokens of a single row and choose the next as `extend` does, for a model that needs no `kv_pos`."""
     state.text.input_pos.copy_(state.input_pos[state.last])
     go_on(prefill(model, state.tokens, state.input_pos, None, state.last), state.text)
@@ -148,7 +155,7 @@ class RoundState:
     result: Tensor
 
 
-def verify_and_accept(model: Transformer, state: RoundState) -> None:
+def verify_and_accept(model: Decoder, state: RoundState) -> None:
     """Read what was drafted and choose the tokens that stand, for a model that needs no `kv_pos`."""
     logits = verify(model, state.tokens, state.input_pos, None)[0]
     drafted, positions = state.tokens[0, 1:], state.input_pos + 1

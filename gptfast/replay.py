@@ -17,6 +17,7 @@ from gptfast.config import SamplingKind
 from gptfast.decode import (
     MOST_VERIFIED,
     CatchUpState,
+    Decoder,
     LogitsState,
     RoundState,
     TextState,
@@ -25,7 +26,9 @@ from gptfast.decode import (
     extend,
     verify_and_accept,
 )
+from gptfast.fused import FusedTransformer
 from gptfast.graphs import Fetched, GraphBackend, Replay, send_ids
+from gptfast.kernels.cuda.configurations import MAX_ROWS
 from gptfast.model import Transformer
 from gptfast.sampling import Sampler, SamplingTensors
 
@@ -48,7 +51,8 @@ class RecordedSteps:
     """The steps of one model as recordings, each made when it is first needed; and the buffers between them.
 
     The model must attend by its kernel, which reads from `input_pos` on the device how far. Recordings hold for the
-    caches that they were made with; `forget` them when those move. `statistics` is told what making them takes.
+    caches that they were made with; `forget` them when those move. `statistics` is told what making them takes. With
+    `fused`, that computes the steps which it has room for.
     """
 
     def __init__(
@@ -58,10 +62,11 @@ class RecordedSteps:
         graphs: GraphBackend,
         prepare: Prepare,
         statistics: CompileStatistics,
+        fused: FusedTransformer | None = None,
     ) -> None:
         assert model.kernels is not None
         self._model, self._batch_size, self._graphs, self._prepare = model, batch_size, graphs, prepare
-        self._statistics = statistics
+        self._statistics, self._fused = statistics, fused
         self.replayed = 0
         self.forget(last_pos=0)
 
@@ -185,8 +190,8 @@ class RecordedSteps:
             input_pos=self._get_last_positions(count),
             logits=torch.empty(rows, count, self._model.config.vocab_size, device=device),
         )
-        step = self._prepare(compute_logits)
-        return state, self._record(lambda: step(self._model, state))
+        step, decoder = self._prepare(compute_logits), self._get_decoder(rows * count)
+        return state, self._record(lambda: step(decoder, state))
 
     def _record_extender(self, kind: SamplingKind, vocab_size: int) -> tuple[TextState, Replay]:
         device, rows = self._model.device, self._batch_size
@@ -201,8 +206,8 @@ class RecordedSteps:
             seen=make_seen(kind, rows, vocab_size, device),
             vocab_size=vocab_size,
         )
-        step = self._prepare(extend)
-        return state, self._record(lambda: step(self._model, state))
+        step, decoder = self._prepare(extend), self._get_decoder(rows)
+        return state, self._record(lambda: step(decoder, state))
 
     def _record_catcher(self, kind: SamplingKind, vocab_size: int) -> tuple[CatchUpState, Replay]:
         device = self._model.device
@@ -213,8 +218,8 @@ class RecordedSteps:
             last=torch.full((1,), CAUGHT_UP - 1, device=device),
             text=text,
         )
-        step = self._prepare(catch_up)
-        return state, self._record(lambda: step(self._model, state))
+        step, decoder = self._prepare(catch_up), self._get_decoder(CAUGHT_UP)
+        return state, self._record(lambda: step(decoder, state))
 
     def _record_round(self, kind: SamplingKind, size: int) -> tuple[RoundState, Replay]:
         device = self._model.device
@@ -227,8 +232,12 @@ class RecordedSteps:
             seen=make_seen(kind, 1, self._model.config.vocab_size, device),
             result=torch.zeros(size + 1, dtype=torch.int64, device=device),
         )
-        step = self._prepare(verify_and_accept)
-        return state, self._record(lambda: step(self._model, state))
+        step, decoder = self._prepare(verify_and_accept), self._get_decoder(size)
+        return state, self._record(lambda: step(decoder, state))
+
+    def _get_decoder(self, tokens: int) -> Decoder:
+        """What computes a step of so many tokens in all rows."""
+        return self._model if self._fused is None or tokens > MAX_ROWS else self._fused
 
     def _get_last_positions(self, count: int) -> Tensor:
         """Those at the end of the cache, where what is recorded harms no text."""

@@ -18,6 +18,7 @@ from gptfast.compilation import CompilationError, CompileStatistics, Step, compi
 from gptfast.config import SamplingConfig
 from gptfast.decode import MOST_VERIFIED, decode_one_token, prefill, verify
 from gptfast.errors import PromptError
+from gptfast.fused import FusedTransformer
 from gptfast.graphs import Fetched, GraphBackend, Moment, note_moment, send_ids
 from gptfast.kernels.ops import can_attend
 from gptfast.memory import get_available_memory
@@ -52,8 +53,8 @@ class Runner:
     log says so and the steps run eagerly.
 
     With `graphs` the steps that decode are recorded there and replayed, compiled or not, for a model that attends by
-    its kernel; prompts are read by steps that are not recorded. `uses_graph_trees` leaves graphs to torch.compile, on
-    CUDA.
+    its kernel; prompts are read by steps that are not recorded. `fused` computes what is recorded, as far as it can.
+    `uses_graph_trees` leaves graphs to torch.compile, on CUDA.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Runner:
         kv_dtype: torch.dtype | None = None,
         graphs: GraphBackend | None = None,
         uses_graph_trees: bool = False,
+        fused: FusedTransformer | None = None,
     ) -> None:
         self.model = model
         self.kv_dtype = kv_dtype or model.dtype
@@ -78,11 +80,11 @@ class Runner:
         self._separate_step: Step | None = None
         self._separates_kernels = False
         self._capacity = 0
-        self.graphs, self.uses_graph_trees = graphs, uses_graph_trees
+        self.graphs, self.uses_graph_trees, self.fused = graphs, uses_graph_trees, fused
         prepare = compile_for_recording if compile else lambda step: step
         self._recorded: RecordedSteps | None = None
         if graphs is not None:
-            self._recorded = RecordedSteps(model, batch_size, graphs, prepare, self.compile_statistics)
+            self._recorded = RecordedSteps(model, batch_size, graphs, prepare, self.compile_statistics, fused)
         self._input_pos = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.reserve(min(INITIAL_CAPACITY[self.device.type], self.context))
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +23,10 @@ from gptfast.checkpoint.base import Checkpoint
 from gptfast.config import GenerationDefaults, SamplingConfig
 from gptfast.cpu import describe_cpu
 from gptfast.errors import UserError
+from gptfast.fused import LEAST_PDL_CAPABILITY, FusedTransformer, explain_unfusable
 from gptfast.graphs import get_cuda_graphs
 from gptfast.kernels import ops
+from gptfast.kernels.cuda.configurations import find_step
 from gptfast.kernels.ops import KernelChoice
 from gptfast.loading import WEIGHTS, Weights, check_memory, load_model
 from gptfast.model import Transformer, describe_dtype
@@ -45,6 +48,8 @@ DTYPES = {
 KV_DTYPES = {name: dtype for name, dtype in DTYPES.items() if dtype != torch.float16} | {"int8": torch.int8}
 ACTIVATIONS = ("fp32", "int8")
 CUDA_GRAPHS = ("manual", "trees", "off")
+STEPS = ("auto", "compiled", "fused")
+StepName = Literal["eager", "compiled", "fused"]
 
 
 @dataclass
@@ -99,6 +104,13 @@ class Session:
     def kernels(self) -> str:
         """What multiplies: `cpp`, `triton`, `inductor` or `torchao`, or `torch` for its own operators."""
         return self.runner.model.kernels or "torch"
+
+    @property
+    def step(self) -> StepName:
+        """What decodes: the `compiled` model, the same `eager`, or the `fused` pass."""
+        if self.runner.fused is not None:
+            return "fused"
+        return "compiled" if self.runner.is_compiled else "eager"
 
     @property
     def activations(self) -> str:
@@ -161,6 +173,8 @@ def load(
     batch_size: int = 1,
     threads: int | None = None,
     cuda_graphs: str | None = None,
+    step: str = "auto",
+    pdl: bool = True,
     draft: str | Path | None = None,
     speculate_k: int | None = None,
 ) -> Session:
@@ -186,6 +200,9 @@ def load(
         cuda_graphs: of the steps that decode: `manual` records each with its sampling as one graph of our own, `trees`
             leaves that to torch.compile's max-autotune, `off` has the host launch every kernel. None for `manual` on
             CUDA, if steps are compiled and there are kernels for it.
+        step: of decoding on CUDA, in graphs of ours: `compiled` is the model as torch.compile makes it, `fused` five
+            kernels of ours a layer. `auto` is what an acceptance run found right and faster on this GPU, else compiled.
+        pdl: have the fused step's kernels load weights while the ones before them end, from sm_90 on.
         draft: speculate, which changes the speed and not the text: `ngram`, a checkpoint's path, `int4`, `int8`,
             `layers:N`, or `ngram,` before one of the others; see `gptfast.speculation.selection.open_speculator`.
         speculate_k: tokens to propose in every round; None for as many as pay.
@@ -200,12 +217,14 @@ def load(
         set_threads(threads)
     check_choice("weights", weights, WEIGHTS)
     check_choice("kernels", kernels, ops.KERNEL_CHOICES)
+    check_choice("step", step, STEPS)
     if activations is not None:
         check_choice("activations", activations, ACTIVATIONS)
     start = time.perf_counter()
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
     check_cuda_graphs(cuda_graphs, chosen_device, compile)
+    check_step(step, chosen_device, cuda_graphs)
     chosen_kernels = ops.choose_kernels(chosen_device, kernels)
     check_kernels(kernels, chosen_dtype, compile)
     chosen_kv_dtype = choose_kv_dtype(kv_dtype, chosen_dtype, chosen_device, is_dtype_given=dtype is not None)
@@ -222,12 +241,14 @@ def load(
     )
     if activations == "int8" and not model.rounds_inputs:
         logger.warning("activations are rounded for the CPU's quantized weights only, of which there are none here")
+    records = records_graphs(cuda_graphs, model, compile or step == "fused")
     runner = Runner(
         model,
         batch_size=batch_size,
         compile=compile,
         kv_dtype=chosen_kv_dtype,
-        graphs=get_cuda_graphs(chosen_device) if records_graphs(cuda_graphs, model, compile) else None,
+        graphs=get_cuda_graphs(chosen_device) if records else None,
+        fused=fuse(step, model, chosen_kv_dtype, pdl=pdl) if records or step == "fused" else None,
         uses_graph_trees=compile and cuda_graphs == "trees",
     )
     tokenizer = checkpoint.load_tokenizer()
@@ -309,6 +330,28 @@ def check_cuda_graphs(name: str | None, device: torch.device, compile: bool) -> 
         raise UserError(f"cuda-graphs {name} is asked for and the device is {device.type}; leave it out, or use cuda")
     if name == "trees" and not compile:
         raise UserError("cuda-graphs trees is a mode of torch.compile; compile the steps, or use manual")
+
+
+def check_step(name: str, device: torch.device, cuda_graphs: str | None) -> None:
+    """Raise UserError for a fused step where it could not be recorded."""
+    if name != "fused":
+        return
+    if device.type != "cuda":
+        raise UserError(f"step fused is asked for and the device is {device.type}; leave it out, or use cuda")
+    if cuda_graphs not in (None, "manual"):
+        raise UserError(f"step fused is recorded as one graph of ours and cuda-graphs is {cuda_graphs}; use manual")
+
+
+def fuse(step: str, model: Transformer, kv_dtype: torch.dtype, *, pdl: bool) -> FusedTransformer | None:
+    """The model's fused pass, if `step` asks for one; raises UserError if it does and there is none."""
+    if step == "auto":
+        step = find_step(model.device)
+    elif step == "fused" and (reason := explain_unfusable(model, kv_dtype)) is not None:
+        raise UserError(f"this model has no fused step, as {reason}; use --step compiled")
+    if step != "fused" or explain_unfusable(model, kv_dtype) is not None:
+        return None
+    has_pdl = torch.cuda.get_device_capability(model.device) >= LEAST_PDL_CAPABILITY
+    return FusedTransformer(model, pdl=pdl and has_pdl)
 
 
 def check_kernels(name: KernelChoice, dtype: torch.dtype, compile: bool) -> None:

@@ -25,6 +25,7 @@ from gptfast.session import (
     DTYPES,
     Session,
     check_cuda_graphs,
+    check_step,
     choose_device,
     choose_dtype,
     load,
@@ -218,6 +219,15 @@ def test_steps_are_recorded_where_they_are_compiled_or_that_is_asked_for(
     assert not records_graphs("off", model, compile=True)
     assert ("not recorded" in caplog.text) != has_kernels
     assert not records_graphs(None, cast(Transformer, SimpleNamespace(device=CPU, kernels="cpp")), compile=True)
+
+
+def test_a_fused_step_is_recorded_by_us() -> None:
+    for graphs in ("trees", "off"):
+        with pytest.raises(UserError, match=f"cuda-graphs is {graphs}; use manual"):
+            check_step("fused", CUDA, graphs)
+        check_step("compiled", CUDA, graphs)
+    for graphs in ("manual", None):
+        check_step("fused", CUDA, graphs)
 
 
 def get_draft(session: Session) -> Runner:

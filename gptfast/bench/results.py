@@ -11,6 +11,7 @@ from gptfast.bench.environment import Environment
 from gptfast.bench.statistics import Latency, Spread
 from gptfast.config import SamplingConfig
 from gptfast.runner import CompileKind
+from gptfast.session import StepName
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Execution:
     Attributes:
         compiled: whether compiled steps ran.
         compile_kind: as `Runner.compile_kind`.
-        kernels: as `Session.kernels`.
+        kernels, step: as those of `Session`.
         cuda_graphs: whether steps were really replayed as CUDA graphs.
         recompiles: compilations seen while measuring; anything but 0 spoils the figures.
         other_load: share of all processors' time that other processes, or the host, used during the runs; None where
@@ -102,6 +103,7 @@ class Execution:
     compiled: bool
     compile_kind: CompileKind
     kernels: str
+    step: StepName
     cuda_graphs: bool
     recompiles: int
     other_load: float | None

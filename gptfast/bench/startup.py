@@ -49,7 +49,7 @@ class StartupSettings:
     """What to start and how often.
 
     Attributes:
-        checkpoint, device, dtype, weights, activations, kv_dtype, kernels, cuda_graphs, threads: as of
+        checkpoint, device, dtype, weights, activations, kv_dtype, kernels, cuda_graphs, step, pdl, threads: as of
             `gptfast generate`.
         preset: instead of a checkpoint, random weights in these shapes.
         compile: whether compiled steps are asked for.
@@ -67,6 +67,8 @@ class StartupSettings:
     kv_dtype: str | None
     kernels: str
     cuda_graphs: str | None
+    step: str
+    pdl: bool
     threads: int | None
     compile: bool
     prompt_tokens: int
@@ -183,8 +185,8 @@ def build_command(settings: StartupSettings) -> list[str]:
     """A process that prints one token and a line of JSON."""
     command = [sys.executable, "-m", "gptfast", "generate", "--prompt", str(settings.prompt_tokens)]
     command += ["--max-new-tokens", "1", "--ignore-eos", "--seed", "0", "--json"]
-    if settings.compile:
-        command.append("--compile")
+    command += ["--compile"] if settings.compile else []
+    command += [] if settings.pdl else ["--no-pdl"]
     options = {
         "--checkpoint": settings.checkpoint,
         "--random": settings.preset,
@@ -195,6 +197,7 @@ def build_command(settings: StartupSettings) -> list[str]:
         "--kv-dtype": settings.kv_dtype,
         "--kernels": settings.kernels,
         "--cuda-graphs": settings.cuda_graphs,
+        "--step": settings.step,
         "--threads": settings.threads,
     }
     for name, value in options.items():

@@ -143,6 +143,7 @@ def describe_execution(session: Session, measurements: Measurements) -> Executio
         compiled=runner.is_compiled,
         compile_kind=runner.compile_kind,
         kernels=session.kernels,
+        step=session.step,
         cuda_graphs=runner.replayed_steps > 0 or (runner.uses_graph_trees and has_recorded_cuda_graphs()),
         recompiles=measurements.recompiles,
         other_load=measurements.other_load,

@@ -30,6 +30,7 @@ def format_head(result: BenchmarkResult) -> str:
         how = f"compiled ({result.execution.compile_kind})"
         how += ", CUDA graphs" if result.execution.cuda_graphs else ""
     if result.environment.device == "cuda":
+        how += ", fused steps" if result.execution.step == "fused" else ""
         how += f", {result.execution.kernels} kernels"
     return "\n".join(
         [

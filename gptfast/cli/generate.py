@@ -72,6 +72,8 @@ class Options:
     kv_dtype: str | None
     kernels: KernelChoice
     cuda_graphs: str | None
+    step: str
+    pdl: bool
     threads: int | None
     draft: str | None
     speculate_k: int | None
@@ -146,6 +148,8 @@ def command(**settings: Any) -> int:
         kv_dtype=options.kv_dtype,
         kernels=options.kernels,
         cuda_graphs=options.cuda_graphs,
+        step=options.step,
+        pdl=options.pdl,
         compile=options.compile or options.compile_prefill,
         batch_size=options.batch_size,
         threads=options.threads,

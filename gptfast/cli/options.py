@@ -48,6 +48,18 @@ EXECUTION_OPTIONS = (
         "--cuda-graphs",
         help="manual (ours, one graph a step), trees (torch.compile's) or off [default: manual, of compiled steps].",
     ),
+    click.option(
+        "--step",
+        default="auto",
+        show_default=True,
+        help="Of decoding on CUDA: compiled, fused (five kernels of ours a layer), or what was found faster there.",
+    ),
+    click.option(
+        "--pdl/--no-pdl",
+        default=True,
+        show_default=True,
+        help="Have the fused step's kernels begin before those ahead of them end.",
+    ),
     click.option("--threads", type=int, help="CPU threads [default: torch's choice]."),
 )
 

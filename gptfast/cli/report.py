@@ -92,6 +92,7 @@ class RunReport:
             "activations": self.session.activations,
             "kv_dtype": self.session.kv_dtype,
             "kernels": self.session.kernels,
+            "step": self.session.step,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "seed": self.seed,

@@ -11,6 +11,7 @@ from gptfast.checkpoint import open_checkpoint
 from gptfast.checkpoint.base import Checkpoint
 from gptfast.decode import MOST_VERIFIED
 from gptfast.errors import UserError
+from gptfast.fused import FusedTransformer, explain_unfusable
 from gptfast.loading import Weights, check_memory, estimate_weight_bytes, load_model
 from gptfast.model import Transformer
 from gptfast.runner import Runner
@@ -95,11 +96,15 @@ def split_draft(draft: str) -> list[str]:
 
 def _open_draft_model(name: str, target: Runner, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> DraftModel:
     model = _load_draft_model(name, target, checkpoint, tokenizer)
+    fused = None
+    if target.fused is not None and explain_unfusable(model, target.kv_dtype) is None:
+        fused = FusedTransformer(model, pdl=target.fused.pdl)
     runner = Runner(
         model,
         compile=target.compiling_was_asked,
         kv_dtype=target.kv_dtype,
         graphs=target.graphs,
+        fused=fused,
         uses_graph_trees=target.uses_graph_trees,
     )
     return DraftModel(runner, target.vocab_size)

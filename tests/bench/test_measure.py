@@ -258,6 +258,7 @@ def note(eager: Session, *, cache_bytes: int | None = 0, drift: float = 0.0, **e
         "compiled": True,
         "compile_kind": "cached",
         "kernels": "cpp",
+        "step": "compiled",
         "cuda_graphs": False,
         "recompiles": 0,
     }

@@ -111,7 +111,13 @@ def make_result(depths: Sequence[int] = (0, 512, 2048, 8192), **changes: Any) ->
             top_p=1.0,
         ),
         execution=Execution(
-            compiled=True, compile_kind="cached", kernels="cpp", cuda_graphs=False, recompiles=0, other_load=0.0
+            compiled=True,
+            compile_kind="cached",
+            kernels="cpp",
+            step="compiled",
+            cuda_graphs=False,
+            recompiles=0,
+            other_load=0.0,
         ),
         phases=Phases(**dict.fromkeys((field.name for field in dataclasses.fields(Phases)), 1.0)),
         bandwidth=Bandwidth(512 * 2**20, make_spread(38.0), make_spread(CEILING_GB_PER_S), CEILING_GB_PER_S, 0.05),

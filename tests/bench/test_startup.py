@@ -74,6 +74,8 @@ def make_settings(checkpoint: str | None = "model", **changes: object) -> Startu
         "kv_dtype": None,
         "kernels": "auto",
         "cuda_graphs": None,
+        "step": "auto",
+        "pdl": True,
         "threads": None,
         "compile": True,
         "prompt_tokens": 32,

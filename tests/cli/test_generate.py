@@ -52,6 +52,7 @@ JSON_FIELDS = {
     "activations",
     "kv_dtype",
     "kernels",
+    "step",
     "threads",
     "torch",
     "seed",

@@ -55,6 +55,8 @@ def run(cli: CommandLine, model: Path) -> Callable[..., object]:
         (("--prompt", "x", "--stop", ""), ("--stop",)),
         (("--prompt", "x", "--device", "tpu"), ("'tpu'", "use cpu, cuda or auto")),
         (("--prompt", "x", "--device", "cpu", "--cuda-graphs", "off"), ("cuda-graphs off", "device is cpu")),
+        (("--prompt", "x", "--device", "cpu", "--step", "fused"), ("step fused", "device is cpu")),
+        (("--prompt", "x", "--device", "cpu", "--step", "some"), ("'some'", "auto, compiled, fused")),
         (("--prompt", "x", "--device", "cpu", "--cuda-graphs", "some"), ("'some'", "manual, trees, off")),
         (("--prompt", "x", "--device", "cpu", "--kernels", "triton"), ("kernels triton", "device is cpu", "use cuda")),
         (("--prompt", "x", "--device", "cpu", "--kernels", "torchao"), ("kernels torchao", "device is cpu")),
