@@ -45,6 +45,7 @@ from gptfast.kernels.cuda.attention_sums import (
     store_sums,
     sum_chunk,
 )
+from gptfast.kernels.cuda.fused_sums import store_inputs
 from gptfast.kernels.cuda.packing import WEIGHTS_PER_WORD, Kind
 
 FEWEST_ROWS = 16
@@ -61,28 +62,6 @@ class FusedScratch(NamedTuple):
 
     sums: Scratch
     tickets: Tensor
-
-
-@triton.jit
-def store_inputs(
-    planes, m, n, values, mask, W: tl.constexpr, P: tl.constexpr, kind: tl.constexpr, is_vector: tl.constexpr
-):
-    """Write elements n of rows m of what a product reads, in its order: planes (M, P, W).
-
-    With `is_vector` they are float32 and carry the powers of two of `packing.arrange_inputs`, else they are what
-    `packing.arrange_rows` makes. All but `planes` and the constants are of one shape, or broadcast to it.
-    """
-    plane = n % P
-    if is_vector:
-        if kind == "int4":
-            values *= tl.where(plane % 2 == 0, 256.0, 16.0)
-        elif kind == "int8":
-            values *= 256.0
-        elif kind == "fp8":
-            values *= 2.0**60
-        elif kind == "fp16":
-            values *= 2.0**56
-    tl.store(planes + (m * P + plane) * W + n // P, values, mask=mask)
 
 
 @triton.jit
