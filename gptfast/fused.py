@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 PROJECTIONS = ("wqkv", "wo", "w13", "w2")
 LEAST_PDL_CAPABILITY = (9, 0)
-"""Of a GPU that launches kernels before those they depend on have ended."""
 
 _handles = itertools.count()
 _passes: weakref.WeakValueDictionary[int, FusedTransformer] = weakref.WeakValueDictionary()
@@ -109,7 +108,8 @@ class FusedTransformer:
         x, blocks = buffers.x, buffers.blocks
         norms = [layer.block.attention_norm.weight for layer in blocks] + [model.norm.weight]
         inputs = [layer.wqkv_inputs for layer in blocks] + [buffers.head_inputs]
-        fused_ops.embed(x, inputs[0], norms[0], tokens.flatten(), get_embedding(model), pdl=pdl)
+        # What comes before it may be no kernel, and does not let another one begin.
+        fused_ops.embed(x, inputs[0], norms[0], tokens.flatten(), get_embedding(model), pdl=False)
         for layer, next_norm, next_inputs in zip(blocks, norms[1:], inputs[1:], strict=True):
             attention, cache = layer.block.attention, layer.block.attention.kv_cache
             fused_ops.project_qkv(
@@ -209,6 +209,11 @@ def make_buffers(model: Transformer, batch_size: int, tokens: int, *, exact_rows
 def list_blocks(model: Transformer) -> list[TransformerBlock]:
     """Its layers."""
     return [block for block in model.layers if isinstance(block, TransformerBlock)]
+
+
+def has_pdl(device: torch.device) -> bool:
+    """Whether it is a GPU that launches kernels before those they depend on have ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_PDL_CAPABILITY
 
 
 def get_slots(model: Transformer) -> int:

@@ -23,7 +23,7 @@ from gptfast.checkpoint.base import Checkpoint
 from gptfast.config import GenerationDefaults, SamplingConfig
 from gptfast.cpu import describe_cpu
 from gptfast.errors import UserError
-from gptfast.fused import LEAST_PDL_CAPABILITY, FusedTransformer, explain_unfusable
+from gptfast.fused import FusedTransformer, explain_unfusable, has_pdl
 from gptfast.graphs import get_cuda_graphs
 from gptfast.kernels import ops
 from gptfast.kernels.cuda.configurations import find_step
@@ -350,8 +350,7 @@ def fuse(step: str, model: Transformer, kv_dtype: torch.dtype, *, pdl: bool) -> 
         raise UserError(f"this model has no fused step, as {reason}; use --step compiled")
     if step != "fused" or explain_unfusable(model, kv_dtype) is not None:
         return None
-    has_pdl = torch.cuda.get_device_capability(model.device) >= LEAST_PDL_CAPABILITY
-    return FusedTransformer(model, pdl=pdl and has_pdl)
+    return FusedTransformer(model, pdl=pdl and has_pdl(model.device))
 
 
 def check_kernels(name: KernelChoice, dtype: torch.dtype, compile: bool) -> None:

@@ -5,11 +5,12 @@
 
 It needs torch 2.11 or later and Triton, but neither a network nor a checkpoint: weights are random, in the shapes of
 Llama 3.1 8B and Llama 3.2 1B, and made on the GPU. Nothing is installed, and nothing changed outside --out but
-Triton's cache.
+Triton's cache and, in ours, what `--step auto` is on this GPU: fused, if that was found right and faster.
 
 Sections run in this order, each in a process of its own: `device` (what is here, how fast it reads), `kernels` (their
 results), `table` (their times, and the best of several configurations), `model_1b` (replayed steps, text, memory, time
-of a token), `model_8b` (time of a token and of its kernels) and `baselines` (torch, torchao and transformers instead).
+of a token), `fused` (the fused step beside the model's own), `model_8b` (time of a token and of its kernels) and
+`baselines` (torch, torchao and transformers instead).
 --out gets a JSON file and a log of each, report.md, and configurations.json, which may take the place of that GPU's
 file in gptfast/kernels/cuda/configurations.
 
@@ -24,6 +25,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -31,9 +33,12 @@ from gptfast.cache import CACHE_VARIABLE
 from gptfast.cli.main import execute
 from gptfast.errors import UserError
 
+if TYPE_CHECKING:
+    from gptfast.kernels.cuda.configurations import StepKind
+
 LEAST_TORCH = (2, 11)
 PACKAGES = ("torch", "triton", "numpy")
-NAMES = ("device", "kernels", "table", "model_1b", "model_8b", "baselines")
+NAMES = ("device", "kernels", "table", "model_1b", "fused", "model_8b", "baselines")
 FAILED = 1
 
 
@@ -60,6 +65,17 @@ def check_torch(version: str) -> None:
         raise UserError(f"torch is {version}; install {'.'.join(map(str, LEAST_TORCH))} or later")
 
 
+def keep_step(step: StepKind, cache: str | None) -> None:
+    """Note in a cache directory, the usual one if None, what `--step auto` is to be on this GPU."""
+    import torch
+
+    from gptfast.kernels.cuda.configurations import set_step
+
+    del os.environ[CACHE_VARIABLE]
+    os.environ |= {} if cache is None else {CACHE_VARIABLE: cache}
+    set_step(torch.device("cuda", torch.cuda.current_device()), step)
+
+
 @click.command()
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Directory of results.")
 @click.option("--only", multiple=True, type=click.Choice(NAMES), help="A section [default: all].")
@@ -68,8 +84,9 @@ def check_torch(version: str) -> None:
 def main(out: Path, only: Sequence[str], budget_s: float, resume: bool) -> int:
     """Check and measure the CUDA engine on this machine's GPU."""
     check_machine()
-    os.environ.setdefault(CACHE_VARIABLE, str(out / "cache"))
-    from acceptance.report import format_report, list_failures, read_sections
+    own_cache = os.environ.get(CACHE_VARIABLE)
+    os.environ[CACHE_VARIABLE] = str((out / "cache").absolute())
+    from acceptance.report import choose_step, format_report, list_failures, read_sections
     from acceptance.schedule import SECTIONS, forget, has_passed, run_sections
 
     asked = [section for section in SECTIONS if not only or section.name in only]
@@ -82,6 +99,10 @@ def main(out: Path, only: Sequence[str], budget_s: float, resume: bool) -> int:
         found = read_sections([section.name for section in SECTIONS], out)
         (out / "report.md").write_text(format_report(found))
         click.echo(f"the report is {out / 'report.md'}", err=True)
+    step = choose_step(found)
+    if step is not None:
+        keep_step(step, own_cache)
+        click.echo(f"--step auto is {step} on this GPU from now on", err=True)
     failures = list_failures([fields for fields in found if fields["section"] in {each.name for each in asked}])
     for failure in failures:
         click.echo(failure)

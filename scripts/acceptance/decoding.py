@@ -15,6 +15,7 @@ from acceptance.random_weights import build_model
 from gptfast.bench.phases import Clock
 from gptfast.checkpoint.presets import get_preset
 from gptfast.config import ModelConfig, SamplingConfig
+from gptfast.fused import FusedTransformer, has_pdl
 from gptfast.graphs import GraphBackend
 from gptfast.kernels.cuda.products import Format
 from gptfast.kernels.cuda.timing import free_memory, open_graphs
@@ -38,17 +39,31 @@ BROKEN_DOWN_DEPTH = 2048
 
 @dataclass(frozen=True)
 class Case:
-    """A form of the matrices, one of the output layer where it is another, and whether steps are compiled."""
+    """A form of the matrices, one of the output layer where it is another, and how steps are computed.
+
+    Attributes:
+        form, head: of the matrices, and of the output layer's if that is another.
+        compiles: what there is to compile of steps: all, or of fused ones the choice of tokens.
+        fuses: whether steps are the fused pass.
+        pdl: of that, whether kernels begin before those ahead of them end, where the GPU has that.
+    """
 
     form: Format
     head: Format | None = None
     compiles: bool = True
+    fuses: bool = False
+    pdl: bool = True
+
+    @property
+    def weights(self) -> str:
+        """For reports, what matrices are held in."""
+        return f"{self.form.name}{'' if self.head is None else f', head {self.head.name}'}"
 
     @property
     def name(self) -> str:
-        """For reports."""
-        head = "" if self.head is None else f", head {self.head.name}"
-        return f"{self.form.name}{head}{'' if self.compiles else ', not compiled'}"
+        """For reports, all of it."""
+        step = (", fused" if self.pdl else ", fused without PDL") if self.fuses else ""
+        return f"{self.weights}{step}{'' if self.compiles else ', not compiled'}"
 
 
 @dataclass(frozen=True)
@@ -106,12 +121,15 @@ def time_case(
     findings: Findings, preset: str, case: Case, model: Transformer, depths: Sequence[int], bandwidth: float
 ) -> None:
     """A model's rows, and the kernels of a step at one of the depths."""
-    runner = open_runner(model, open_graphs(model.device), depths, compiles=case.compiles, block_tokens=BLOCK_TOKENS)
+    fused = FusedTransformer(model, pdl=case.pdl and has_pdl(model.device)) if case.fuses else None
+    graphs = open_graphs(model.device)
+    runner = open_runner(model, graphs, depths, compiles=case.compiles, block_tokens=BLOCK_TOKENS, fused=fused)
     for depth in depths:
         found = time_decoding(runner, depth, BLOCK_TOKENS)
         findings.add_row(f"{preset} shape, {TITLE}", describe_decoding(found, case.name, bandwidth))
         line = {"model": preset, "kind": case.form.kind, "weights": case.name, "depth": depth}
         line |= {"ms_per_token": found.ms_per_token, "share": found.gb_per_s / bandwidth}
+        line |= {"matrices": case.weights, "fused": case.fuses, "is_usual": case.compiles and case.pdl}
         findings.note(**{MEASURED: [*findings.facts.get(MEASURED, []), line]})
         if depth == BROKEN_DOWN_DEPTH:
             title = f"{preset}, {case.name}: the kernels of one step at depth {depth}"
@@ -135,9 +153,10 @@ def open_runner(
     *,
     compiles: bool,
     block_tokens: int = BLOCK_TOKENS,
+    fused: FusedTransformer | None = None,
 ) -> Runner:
     """Of steps recorded in `graphs`, or if None by torch, with room for blocks at each depth; the cache is random."""
-    runner = Runner(model, compile=compiles, graphs=graphs, uses_graph_trees=compiles and graphs is None)
+    runner = Runner(model, compile=compiles, graphs=graphs, uses_graph_trees=compiles and graphs is None, fused=fused)
     # At once, so that steps are recorded once, for the longest cache.
     runner.reserve(max(depths) + (1 + BLOCKS) * block_tokens + 1)
     for cache in model.list_caches():

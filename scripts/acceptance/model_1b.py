@@ -45,7 +45,8 @@ LEAST_ACCEPTANCE = 0.3
 SPARE_BYTES = 2**20
 SETTLED = 0.25
 """The share of the prompts after which nothing new is allocated."""
-CASES = (Case(INT4_G32, INT8), Case(BF16), Case(INT8))
+FORMS = (Case(INT4_G32, INT8), Case(BF16), Case(INT8))
+CASES = tuple(replace(case, fuses=fuses) for case in FORMS for fuses in (False, True))
 DEPTHS = (0, 2048)
 COMPILED_S = 60
 """Seconds that must be left for compiled steps to be tried."""

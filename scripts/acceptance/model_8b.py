@@ -11,8 +11,12 @@ from acceptance.timing import find_device
 CASES = (
     Case(INT4_G32, INT8, compiles=False),
     Case(INT4_G32, INT8),
+    Case(INT4_G32, INT8, fuses=True),
     Case(BF16),
+    Case(BF16, fuses=True),
     Case(INT8),
+    Case(INT8, fuses=True),
+    Case(INT4_G32, INT8, fuses=True, pdl=False),
     Case(FP8),
     Case(INT4_G128, INT8),
 )

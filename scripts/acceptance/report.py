@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from acceptance.findings import MEASURED, list_failed, read_json
+from gptfast.kernels.cuda.configurations import StepKind
+from gptfast.kernels.cuda.tuning import LEAST_GAIN
 
+PROOF = {"kernels", "model_1b", "fused"}
+"""The sections that must have passed for the fused step to be taken."""
 GOALS = {
     "llama-3.1-8b": {"bf16": 0.85, "int8": 0.80, "int4": 0.75},
     "llama-3.2-1b": {"bf16": 0.75, "int8": 0.60, "int4": 0.45},
@@ -61,6 +66,25 @@ def list_goals(sections: Sequence[Mapping[str, Any]]) -> list[str]:
             end = "reached" if best["share"] >= goal else "not reached"
             lines.append(f"{start}, {best['share']:.1%} measured ({best['weights']}): {end}")
     return lines
+
+
+def choose_step(sections: Sequence[Mapping[str, Any]]) -> StepKind | None:
+    """`fused` if that was right, and faster for every form and depth that both steps were timed at; None if not timed.
+
+    The checks of the sections `kernels`, `model_1b` and `fused` must all have passed.
+    """
+    times: dict[tuple[Any, ...], dict[bool, float]] = defaultdict(dict)
+    for fields in sections:
+        for line in fields["facts"].get(MEASURED, []):
+            if line["is_usual"]:
+                key = line["model"], line["matrices"], line["depth"]
+                times[key][line["fused"]] = line["ms_per_token"]
+    pairs = [each for each in times.values() if len(each) == len((True, False))]
+    if not pairs:
+        return None
+    passed = {fields["section"] for fields in sections if fields["status"] == "passed"}
+    is_faster = all(each[True] < (1 - LEAST_GAIN) * each[False] for each in pairs)
+    return "fused" if passed >= PROOF and is_faster else "compiled"
 
 
 def format_value(value: str | float) -> str:

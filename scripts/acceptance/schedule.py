@@ -45,12 +45,13 @@ class Section:
 
 
 SECTIONS = (
-    Section("device", "acceptance.device", part_s=35, least_s=15),
+    Section("device", "acceptance.device", part_s=30, least_s=15),
     Section("kernels", "acceptance.kernels", part_s=70, least_s=20),
-    Section("table", "acceptance.table", part_s=80, least_s=20),
-    Section("model_1b", "acceptance.model_1b", part_s=115, least_s=30),
-    Section("model_8b", "acceptance.model_8b", part_s=100, least_s=30),
-    Section("baselines", "acceptance.baselines", part_s=80, least_s=20),
+    Section("table", "acceptance.table", part_s=75, least_s=20),
+    Section("model_1b", "acceptance.model_1b", part_s=105, least_s=30),
+    Section("fused", "acceptance.fused", part_s=35, least_s=20),
+    Section("model_8b", "acceptance.model_8b", part_s=105, least_s=30),
+    Section("baselines", "acceptance.baselines", part_s=60, least_s=20),
 )
 PARTIAL = ".partial.json"
 

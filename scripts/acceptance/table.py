@@ -13,7 +13,16 @@ from acceptance.findings import Findings
 from acceptance.random_weights import BF16, FP8, INT4_G32, INT4_G128, INT8
 from acceptance.timing import find_device
 from gptfast.checkpoint.presets import get_preset
-from gptfast.kernels.cuda.configurations import Gpu, Tuning, find_lines, get_step, identify_gpu
+from gptfast.kernels.cuda.configurations import (
+    Gpu,
+    Tuning,
+    find_lines,
+    get_step,
+    get_tuning_path,
+    identify_gpu,
+    open_tuning,
+    write_tuning,
+)
 from gptfast.kernels.cuda.precompilation import compile_call, open_pool
 from gptfast.kernels.cuda.products import Format, Product
 from gptfast.kernels.cuda.timing import measure_work
@@ -108,6 +117,9 @@ def tune_all(
     ):
         add_tuned(findings, found)
         n_tuned += 1
+    if n_tuned > 0:
+        # For the sections that follow, whose cache is this run's own.
+        write_tuning(get_tuning_path(gpu.name), open_tuning(findings.out / "configurations.json", gpu))
     if n_tuned < len(products):
         findings.note(untuned=len(products) - n_tuned)
 

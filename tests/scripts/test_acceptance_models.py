@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from acceptance import breakdown, decoding, model_1b
+from acceptance import breakdown, decoding, fused, model_1b
 from acceptance.findings import MEASURED, Findings
+from acceptance.model_1b import SAMPLINGS
 from acceptance.random_weights import BF16, build_model
 from acceptance.steps import SwitchedGraphs, draw_prompt, make_session
 from torch import Tensor
@@ -324,3 +325,20 @@ def test_a_profiler_that_sees_nothing_is_a_fact(
     breakdown.break_down_step(findings, Runner(small), 0, 10.0, "kernels")
     assert not findings.tables
     assert "saw no kernel" in str(findings.facts)
+
+
+@pytest.mark.slow
+def test_a_fused_step_passes_its_checks_and_a_wrong_one_does_not(
+    findings: Findings, small: Transformer, graphs: SwitchedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "SAMPLINGS", SAMPLINGS[:1])
+    monkeypatch.setattr(fused, "N_FOLLOWING", 3)
+    monkeypatch.setattr(fused, "N_VERIFIED", 2)
+    sizes: dict[str, Any] = {"lengths": (5,), "repeats": 1, "text_tokens": 2}
+    with torch.no_grad():
+        fused.check_fused(findings, small, "int4", graphs, **sizes)
+        assert list_passed(findings) == [True] * 5
+        run = fused.FusedTransformer.run
+        monkeypatch.setattr(fused.FusedTransformer, "run", lambda *inputs: 1.1 * run(*inputs))
+        fused.check_fused(findings, small, "int4", graphs, **sizes)
+    assert list_passed(findings)[5:] == [False, True, True, True, True]

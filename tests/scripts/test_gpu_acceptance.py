@@ -13,11 +13,14 @@ from typing import Any
 
 import gpu_acceptance
 import pytest
+import torch
 from acceptance import schedule
-from acceptance.report import format_report, list_failures, list_goals, read_sections
+from acceptance.report import PROOF, choose_step, format_report, list_failures, list_goals, read_sections
 from acceptance.schedule import Section, choose_limit, has_passed, plan_ends, run_sections
 
+from gptfast.cache import CACHE_VARIABLE
 from gptfast.errors import UserError
+from gptfast.kernels.cuda import configurations
 from tests.reference.sessions import ROOT, run_process
 
 SCRIPT = ROOT / "scripts" / "gpu_acceptance.py"
@@ -229,6 +232,56 @@ def test_what_is_missing_or_too_old_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_command_knows_every_section() -> None:
     assert tuple(section.name for section in schedule.SECTIONS) == gpu_acceptance.NAMES
+
+
+# The step that is taken
+
+
+def make_sections(fused_ms: float, *, failed: str = "", is_usual: bool = True) -> list[dict[str, Any]]:
+    """What sections found: two forms in both steps, the second of which takes the fused one so long."""
+    lines = [
+        {"model": "8b", "matrices": form, "depth": 0, "fused": fused, "is_usual": is_usual, "ms_per_token": ms}
+        for form, fused, ms in (
+            ("int4", False, 2.0),
+            ("int4", True, 1.5),
+            ("bf16", False, 4.0),
+            ("bf16", True, fused_ms),
+        )
+    ]
+    proof = [{"section": name, "status": "failed" if name == failed else "passed", "facts": {}} for name in PROOF]
+    return [*proof, {"section": "model_8b", "status": "passed", "facts": {"measured": lines}}]
+
+
+@pytest.mark.parametrize(
+    ("sections", "step"),
+    [
+        (make_sections(3.5), "fused"),
+        (make_sections(3.99), "compiled"),
+        (make_sections(5.0), "compiled"),
+        *[(make_sections(3.5, failed=name), "compiled") for name in sorted(PROOF)],
+        (make_sections(3.5, is_usual=False), None),
+        ([], None),
+    ],
+)
+def test_the_fused_step_is_taken_where_it_is_right_and_always_faster(
+    sections: list[dict[str, Any]], step: str | None
+) -> None:
+    assert choose_step(sections) == step
+
+
+@pytest.mark.parametrize("has_own_cache", [False, True])
+def test_the_step_is_kept_in_the_user_s_cache(
+    has_own_cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = str(tmp_path / "own") if has_own_cache else None
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "of the run"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kept: list[tuple[str, str | None]] = []
+    monkeypatch.setattr(
+        configurations, "set_step", lambda device, step: kept.append((step, os.environ.get(CACHE_VARIABLE)))
+    )
+    gpu_acceptance.keep_step("fused", own)
+    assert kept == [("fused", own)]
 
 
 @pytest.fixture
