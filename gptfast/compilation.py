@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,7 @@ def compiler_failures_named() -> Iterator[None]:
 def compile_for_cuda(function: Step, model: Transformer, inputs: dict[str, Tensor], uses_graph_trees: bool) -> Step:
     """Compile for CUDA by running the step once on `inputs`; with graphs, every length of `kv_pos` gets its own."""
     mode = "max-autotune" if uses_graph_trees else "max-autotune-no-cudagraphs"
-    compiled: Any = torch.compile(function, fullgraph=True, mode=mode)
+    compiled: Any = torch.compile(copy_code(function), fullgraph=True, mode=mode)
 
     def step(model: Transformer, tokens: Tensor, input_pos: Tensor, kv_pos: Tensor, *rest: Tensor) -> Tensor:
         torch._dynamo.mark_dynamic(kv_pos, 0)
@@ -133,8 +134,20 @@ def compile_for_recording(function: Callable[..., None]) -> Callable[..., None]:
     options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
     # Else the writes of keys and values are two kernels, as all that they both read is a position of 8 bytes.
     options["score_fusion_memory_threshold"] = 1
-    compiled: Callable[..., None] = torch.compile(function, fullgraph=True, dynamic=False, options=options)
-    return compiled
+    compiled: Any = torch.compile(copy_code(function), fullgraph=True, dynamic=False, options=options)
+
+    def step(*inputs: Any) -> None:
+        with compiler_failures_named():
+            compiled(*inputs)
+
+    return step
+
+
+def copy_code(function: Any) -> Any:
+    """The same function as another one to torch.compile, which compiles each a few times only, and then none anew."""
+    return types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
+    )
 
 
 def compile_ahead_of_time(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gptfast.kernels.cuda.configurations import MAX_ROWS
 from gptfast.kernels.cuda.packing import PackedWeight
 from gptfast.linear import TritonEmbedding, TritonLinear
 from gptfast.model import Transformer, TransformerBlock
@@ -108,8 +109,7 @@ class FusedTransformer:
         x, blocks = buffers.x, buffers.blocks
         norms = [layer.block.attention_norm.weight for layer in blocks] + [model.norm.weight]
         inputs = [layer.wqkv_inputs for layer in blocks] + [buffers.head_inputs]
-        # What comes before it may be no kernel, and does not let another one begin.
-        fused_ops.embed(x, inputs[0], norms[0], tokens.flatten(), get_embedding(model), pdl=False)
+        fused_ops.embed(x, inputs[0], norms[0], tokens.flatten(), get_embedding(model))
         for layer, next_norm, next_inputs in zip(blocks, norms[1:], inputs[1:], strict=True):
             attention, cache = layer.block.attention, layer.block.attention.kv_cache
             fused_ops.project_qkv(
@@ -241,10 +241,12 @@ def get_embedding(model: Transformer) -> PackedWeight | Tensor:
     return embedding.list_packed()[0] if isinstance(embedding, TritonEmbedding) else embedding.weight
 
 
-def explain_unfusable(model: Transformer, kv_dtype: torch.dtype | None = None) -> str | None:
-    """Why the model has no fused pass with a cache of such keys and values; None if it has one."""
+def explain_unfusable(model: Transformer, kv_dtype: torch.dtype | None = None, batch_size: int = 1) -> str | None:
+    """Why the model has no fused pass for so many texts, with such keys and values; None if it has one."""
     if model.kernels != "triton":
         return "it needs the Triton kernels"
+    if batch_size > MAX_ROWS:
+        return f"a batch of {batch_size} is more than the {MAX_ROWS} tokens that it is for"
     if kv_dtype == torch.int8:
         return "keys and values are rounded to int8"
     if model.config.qk_norm:

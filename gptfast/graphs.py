@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,6 +41,14 @@ class CudaGraphs:
         self._recording: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copying: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        # The pool lives as long as a graph in it, so that this one keeps it for those to come.
+        self._empty = torch.cuda.CUDAGraph()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it has no kernels
+            with torch.cuda.graph(
+                self._empty, pool=self._pool, stream=self._recording, capture_error_mode="thread_local"
+            ):
+                pass
 
     def record(self, function: Callable[[], None]) -> Replay:
         """See `GraphBackend.record`."""
@@ -126,7 +135,11 @@ def send_ids(ids: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-@functools.cache
 def get_cuda_graphs(device: torch.device) -> CudaGraphs:
     """Those of the whole process: memory is kept by stream and pool, so more of them would only cost memory."""
-    return CudaGraphs(device)
+    return _open_cuda_graphs(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _open_cuda_graphs(index: int) -> CudaGraphs:
+    return CudaGraphs(torch.device("cuda", index))

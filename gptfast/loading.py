@@ -47,7 +47,7 @@ ROUNDED_WEIGHTS = {"fp8": FLOAT8, "int8": HEAD_SCHEME, "int4": WeightScheme(bits
 """How blocks are rounded in memory; the output layer always is by `HEAD_SCHEME`.
 
 With fp8 too: SmolLM2-135M's KL from bfloat16 is 0.021 so, and 0.048 with an output layer of fp8 (4096 tokens, standard
-errors below 0.001, 2026-12-01), for the same bytes.
+errors below 0.001, two cores of an AMD EPYC, 2026-12-01), for the same bytes.
 """
 
 STORED_BITS = {

@@ -5,6 +5,7 @@ Shapes: B batch, S tokens in a step, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gptfast.compilation import CompileStatistics
+from gptfast.compilation import CompilationError, CompileStatistics
 from gptfast.config import SamplingKind
 from gptfast.decode import (
     MOST_VERIFIED,
@@ -29,8 +30,10 @@ from gptfast.decode import (
 from gptfast.fused import FusedTransformer
 from gptfast.graphs import Fetched, GraphBackend, Replay, send_ids
 from gptfast.kernels.cuda.configurations import MAX_ROWS
-from gptfast.model import Transformer
+from gptfast.model import Attention, Transformer
 from gptfast.sampling import Sampler, SamplingTensors
+
+logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 2
 """Steps that the device has been asked for and the host has not seen: asking takes some 10 us of a step's 1,000 or
@@ -73,6 +76,7 @@ class RecordedSteps:
     def forget(self, last_pos: int) -> None:
         """Start anew, with caches whose last slot is `last_pos`."""
         self._last_pos = last_pos
+        self._cache_address = get_cache_address(self._model)
         self._readers: dict[int, tuple[LogitsState, Replay]] = {}
         self._extenders: dict[tuple[SamplingKind, int], tuple[TextState, Replay]] = {}
         self._catchers: dict[tuple[SamplingKind, int], tuple[CatchUpState, Replay]] = {}
@@ -120,13 +124,14 @@ class RecordedSteps:
         assert count <= KEPT_TOKENS
         assert first + count <= self._last_pos + 2
         text, extend_text = self.get_extender(sampler.sampling.kind, vocab_size)
-        load_sampler(text, sampler)
         if len(tokens) == 1:
+            load_sampler(text, sampler)
             text.tokens.fill_(tokens[0])
             text.input_pos.fill_(position)
             self._replay(extend_text)
         else:
             state, catch_up_text = self.get_catcher(sampler.sampling.kind, vocab_size)
+            load_sampler(text, sampler)  # after a recording, which chooses tokens as well
             state.tokens[0, : len(tokens)].copy_(send_ids(tokens, state.tokens.device))
             torch.arange(position, position + CAUGHT_UP, out=state.input_pos)
             state.last.fill_(len(tokens) - 1)
@@ -190,8 +195,7 @@ class RecordedSteps:
             input_pos=self._get_last_positions(count),
             logits=torch.empty(rows, count, self._model.config.vocab_size, device=device),
         )
-        step, decoder = self._prepare(compute_logits), self._get_decoder(rows * count)
-        return state, self._record(lambda: step(decoder, state))
+        return state, self._record(compute_logits, rows * count, state)
 
     def _record_extender(self, kind: SamplingKind, vocab_size: int) -> tuple[TextState, Replay]:
         device, rows = self._model.device, self._batch_size
@@ -206,8 +210,7 @@ class RecordedSteps:
             seen=make_seen(kind, rows, vocab_size, device),
             vocab_size=vocab_size,
         )
-        step, decoder = self._prepare(extend), self._get_decoder(rows)
-        return state, self._record(lambda: step(decoder, state))
+        return state, self._record(extend, rows, state)
 
     def _record_catcher(self, kind: SamplingKind, vocab_size: int) -> tuple[CatchUpState, Replay]:
         device = self._model.device
@@ -218,8 +221,7 @@ class RecordedSteps:
             last=torch.full((1,), CAUGHT_UP - 1, device=device),
             text=text,
         )
-        step, decoder = self._prepare(catch_up), self._get_decoder(CAUGHT_UP)
-        return state, self._record(lambda: step(decoder, state))
+        return state, self._record(catch_up, CAUGHT_UP, state)
 
     def _record_round(self, kind: SamplingKind, size: int) -> tuple[RoundState, Replay]:
         device = self._model.device
@@ -232,8 +234,7 @@ class RecordedSteps:
             seen=make_seen(kind, 1, self._model.config.vocab_size, device),
             result=torch.zeros(size + 1, dtype=torch.int64, device=device),
         )
-        step, decoder = self._prepare(verify_and_accept), self._get_decoder(size)
-        return state, self._record(lambda: step(decoder, state))
+        return state, self._record(verify_and_accept, size, state)
 
     def _get_decoder(self, tokens: int) -> Decoder:
         """What computes a step of so many tokens in all rows."""
@@ -243,16 +244,36 @@ class RecordedSteps:
         """Those at the end of the cache, where what is recorded harms no text."""
         return torch.arange(self._last_pos + 1 - count, self._last_pos + 1, device=self._model.device)
 
-    def _record(self, function: Callable[[], None]) -> Replay:
-        start = time.perf_counter()
-        replay = self._graphs.record(function)
+    def _record(self, step: Callable[..., None], tokens: int, state: object) -> Replay:
+        """Record a step of so many tokens in all rows, of single operators where the machine cannot compile it."""
+        start, decoder = time.perf_counter(), self._get_decoder(tokens)
+        prepared = self._prepare(step)
+        try:
+            replay = self._graphs.record(lambda: prepared(decoder, state))
+        except CompilationError as error:
+            logger.warning("nothing can be compiled here, so what is recorded is slower: %s", error)
+            self._prepare = use_as_it_is
+            replay = self._graphs.record(lambda: step(decoder, state))
         self._statistics.seconds += time.perf_counter() - start
         self._statistics.compiled += 1
         return replay
 
     def _replay(self, replay: Replay) -> None:
+        assert get_cache_address(self._model) == self._cache_address, "another runner has taken the caches away"
         self.replayed += 1
         replay()
+
+
+def get_cache_address(model: Transformer) -> int:
+    """Where the model's first cache lies, 0 before there is one."""
+    attention = model.layers[0].attention
+    assert isinstance(attention, Attention)
+    return attention.kv_cache.k.data_ptr() if hasattr(attention, "kv_cache") else 0
+
+
+def use_as_it_is(step: Callable[..., None]) -> Callable[..., None]:
+    """The `Prepare` of steps that are not compiled."""
+    return step
 
 
 def get_round_size(tokens: int) -> int:

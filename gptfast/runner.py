@@ -23,7 +23,7 @@ from gptfast.graphs import Fetched, GraphBackend, Moment, note_moment, send_ids
 from gptfast.kernels.ops import can_attend
 from gptfast.memory import get_available_memory
 from gptfast.model import Transformer
-from gptfast.replay import CAUGHT_UP, ROUND_SIZES, RecordedSteps, get_round_size
+from gptfast.replay import CAUGHT_UP, ROUND_SIZES, RecordedSteps, get_round_size, use_as_it_is
 from gptfast.sampling import Sampler
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Runner:
         self._separates_kernels = False
         self._capacity = 0
         self.graphs, self.uses_graph_trees, self.fused = graphs, uses_graph_trees, fused
-        prepare = compile_for_recording if compile else lambda step: step
+        prepare = compile_for_recording if compile else use_as_it_is
         self._recorded: RecordedSteps | None = None
         if graphs is not None:
             self._recorded = RecordedSteps(model, batch_size, graphs, prepare, self.compile_statistics, fused)

@@ -58,6 +58,7 @@ class SamplingTensors:
     def load(self, sampling: SamplingConfig) -> None:
         """Take the values of a configuration of this kind."""
         assert sampling.kind == self.kind
+        # A round would else launch a fill for every value that is there already.
         if sampling == self._loaded:
             return
         self._loaded = sampling

@@ -191,9 +191,9 @@ def load(
         kv_dtype: what keys and values are held in, one of `KV_DTYPES`; None for `dtype` where that is given, or
             where there are no CPU kernels, and else bfloat16.
         kernels: what multiplies, one of `KERNEL_CHOICES`. `auto` is ours: in C++ on a CPU, `triton` on CUDA from sm_80
-            on, torch's own operators where there are none. To compare with on CUDA, where attention stays ours:
-            `inductor` is what torch.compile makes of products with floats, and of int8 with one row; `torchao` its
-            int4 kernel, with other matrices as by `triton`. A draft model runs on those of `auto`.
+            on, torch's own operators where there are none. To compare with on CUDA, where a decode step's attention
+            stays ours: `inductor` is what torch.compile makes of products with floats, and of int8 with one row;
+            `torchao` its int4 kernel, with other matrices as by `triton`. A draft model runs on those of `auto`.
         compile: run compiled steps; the first start on a machine compiles them, later ones load them.
         batch_size: texts that are decoded at once.
         threads: for the CPU, of the whole process; None leaves torch's own choice.
@@ -224,7 +224,7 @@ def load(
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
     check_cuda_graphs(cuda_graphs, chosen_device, compile)
-    check_step(step, chosen_device, cuda_graphs)
+    check_step(step, chosen_device, cuda_graphs, compile)
     chosen_kernels = ops.choose_kernels(chosen_device, kernels)
     check_kernels(kernels, chosen_dtype, compile)
     chosen_kv_dtype = choose_kv_dtype(kv_dtype, chosen_dtype, chosen_device, is_dtype_given=dtype is not None)
@@ -248,7 +248,7 @@ def load(
         compile=compile,
         kv_dtype=chosen_kv_dtype,
         graphs=get_cuda_graphs(chosen_device) if records else None,
-        fused=fuse(step, model, chosen_kv_dtype, pdl=pdl) if records or step == "fused" else None,
+        fused=fuse(step, model, chosen_kv_dtype, batch_size, pdl=pdl) if records or step == "fused" else None,
         uses_graph_trees=compile and cuda_graphs == "trees",
     )
     tokenizer = checkpoint.load_tokenizer()
@@ -332,8 +332,10 @@ def check_cuda_graphs(name: str | None, device: torch.device, compile: bool) -> 
         raise UserError("cuda-graphs trees is a mode of torch.compile; compile the steps, or use manual")
 
 
-def check_step(name: str, device: torch.device, cuda_graphs: str | None) -> None:
-    """Raise UserError for a fused step where it could not be recorded."""
+def check_step(name: str, device: torch.device, cuda_graphs: str | None, compile: bool) -> None:
+    """Raise UserError for a fused step where it could not be recorded, and a compiled one that is not compiled."""
+    if name == "compiled" and not compile:
+        raise UserError("step compiled is asked for and steps are not compiled; compile them too")
     if name != "fused":
         return
     if device.type != "cuda":
@@ -342,13 +344,14 @@ def check_step(name: str, device: torch.device, cuda_graphs: str | None) -> None
         raise UserError(f"step fused is recorded as one graph of ours and cuda-graphs is {cuda_graphs}; use manual")
 
 
-def fuse(step: str, model: Transformer, kv_dtype: torch.dtype, *, pdl: bool) -> FusedTransformer | None:
+def fuse(
+    step: str, model: Transformer, kv_dtype: torch.dtype, batch_size: int, *, pdl: bool
+) -> FusedTransformer | None:
     """The model's fused pass, if `step` asks for one; raises UserError if it does and there is none."""
-    if step == "auto":
-        step = find_step(model.device)
-    elif step == "fused" and (reason := explain_unfusable(model, kv_dtype)) is not None:
-        raise UserError(f"this model has no fused step, as {reason}; use --step compiled")
-    if step != "fused" or explain_unfusable(model, kv_dtype) is not None:
+    reason = explain_unfusable(model, kv_dtype, batch_size)
+    if step == "fused" and reason is not None:
+        raise UserError(f"there is no fused step, as {reason}; use --step compiled")
+    if reason is not None or step == "compiled" or (step == "auto" and find_step(model.device) != "fused"):
         return None
     return FusedTransformer(model, pdl=pdl and has_pdl(model.device))
 

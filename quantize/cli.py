@@ -73,7 +73,7 @@ def command(
     from quantize.writer import list_partials
 
     if calibration is not None and mode != "int4-gptq":
-        raise UserError(f"mode {mode} reads no calibration text; use --mode int4-gptq or leave --calibration away")
+        raise UserError(f"mode {mode} reads no calibration text; use --mode int4-gptq or leave out --calibration")
     scheme = choose_scheme(mode, group_size, symmetric)
     rules = [*list_default_rules(scheme), *map(parse_keep_rule, keep)]
     path = choose_checkpoint(checkpoint)
@@ -135,9 +135,9 @@ def choose_scheme(mode: Mode, group_size: str | None, symmetric: bool) -> Weight
 
     if mode == "fp8":
         if group_size not in (None, "channel"):
-            raise UserError(f"mode fp8 has a scale per channel and no groups of {group_size}; leave --group-size away")
+            raise UserError(f"mode fp8 has a scale per channel and no groups of {group_size}; leave out --group-size")
         if not symmetric:
-            raise UserError("mode fp8 is of floats, which are symmetric; leave --asymmetric away")
+            raise UserError("mode fp8 is of floats, which are symmetric; leave out --asymmetric")
         return FLOAT8
     bits = 8 if mode == "int8" else 4
     group = group_size or ("channel" if bits == 8 else "32")

@@ -5,7 +5,8 @@
 
 It needs torch 2.11 or later and Triton, but neither a network nor a checkpoint: weights are random, in the shapes of
 Llama 3.1 8B and Llama 3.2 1B, and made on the GPU. Nothing is installed, and nothing changed outside --out but
-Triton's cache and, in ours, what `--step auto` is on this GPU: fused, if that was found right and faster.
+Triton's cache and, in ours, what `--step auto` is on this GPU (fused, if that was found right and faster) and the
+configurations that it was found with.
 
 Sections run in this order, each in a process of its own: `device` (what is here, how fast it reads), `kernels` (their
 results), `table` (their times, and the best of several configurations), `model_1b` (replayed steps, text, memory, time
@@ -65,15 +66,17 @@ def check_torch(version: str) -> None:
         raise UserError(f"torch is {version}; install {'.'.join(map(str, LEAST_TORCH))} or later")
 
 
-def keep_step(step: StepKind, cache: str | None) -> None:
-    """Note in a cache directory, the usual one if None, what `--step auto` is to be on this GPU."""
+def keep_step(step: StepKind, cache: str | None, out: Path) -> None:
+    """Note in a cache directory, the usual one if None, what `--step auto` is to be on this GPU, and how it was cut."""
     import torch
 
-    from gptfast.kernels.cuda.configurations import set_step
+    from gptfast.kernels.cuda.configurations import read_tuning, set_step
 
-    del os.environ[CACHE_VARIABLE]
+    tuning = read_tuning(out / "configurations.json")
+    os.environ.pop(CACHE_VARIABLE, None)
     os.environ |= {} if cache is None else {CACHE_VARIABLE: cache}
-    set_step(torch.device("cuda", torch.cuda.current_device()), step)
+    device = torch.device("cuda", torch.cuda.current_device())
+    set_step(device, step, () if tuning is None else tuning.products)
 
 
 @click.command()
@@ -101,7 +104,7 @@ def main(out: Path, only: Sequence[str], budget_s: float, resume: bool) -> int:
         click.echo(f"the report is {out / 'report.md'}", err=True)
     step = choose_step(found)
     if step is not None:
-        keep_step(step, own_cache)
+        keep_step(step, own_cache, out)
         click.echo(f"--step auto is {step} on this GPU from now on", err=True)
     failures = list_failures([fields for fields in found if fields["section"] in {each.name for each in asked}])
     for failure in failures:

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from gptfast import runner as runner_module
+from gptfast.compilation import CompilationError, copy_code, count_traced_graphs
 from gptfast.config import SamplingConfig
 from gptfast.errors import PromptError
 from gptfast.generation import generate, stream
 from gptfast.graphs import WARM_UPS
+from gptfast.kernels.cuda.timing import DirectRuns
 from gptfast.model import Transformer
 from gptfast.replay import IN_FLIGHT, KEPT_TOKENS
 from gptfast.runner import INITIAL_CAPACITY, MOST_VERIFIED, Runner
@@ -265,3 +268,61 @@ def test_the_sampler_of_a_text_is_not_brought_up_to_date(replaying: tuple[Sessio
     before = sampler.seen.clone()
     assert len(list(session.runner.extend(sampler, tokens, 2, 5))) == 5
     assert torch.equal(sampler.seen, before)
+
+
+def test_caches_that_another_runner_took_away_are_noticed(directory: Path) -> None:
+    session, _ = open_replaying(directory)
+    complete(session, PROMPT, 3)
+    Runner(session.runner.model)
+    with pytest.raises(AssertionError, match="another runner has taken the caches away"):
+        complete(session, PROMPT, 3)
+
+
+@pytest.mark.usefixtures("_traced_alone")
+def test_any_number_of_kinds_and_cache_lengths_is_compiled(directory: Path) -> None:
+    """To torch.compile, a function is to be compiled 8 times at most."""
+    session = load_tiny(directory)
+    # Without the checks, which see into what is compiled.
+    session.runner = Runner(session.runner.model, kv_dtype=session.runner.kv_dtype, compile=True, graphs=DirectRuns())
+    assert session.runner._recorded is not None
+    before = count_traced_graphs()
+    kinds = itertools.product((False, True), repeat=4)
+    for has_penalty, has_top_k, has_top_p, has_min_p in itertools.islice(kinds, 9):
+        sampling = SamplingConfig(
+            temperature=1.0,
+            top_k=5 if has_top_k else None,
+            top_p=0.9 if has_top_p else 1.0,
+            min_p=0.1 if has_min_p else 0.0,
+            repetition_penalty=1.1 if has_penalty else 1.0,
+        )
+        session.runner._recorded.get_extender(sampling.kind)
+    assert count_traced_graphs() - before == 9
+
+
+@pytest.fixture
+def _traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are recorded are traced and then run by torch's own operators."""
+
+    def compile_eagerly(step: Callable[..., None]) -> Callable[..., None]:
+        compiled: Callable[..., None] = torch.compile(copy_code(step), fullgraph=True, dynamic=False, backend="eager")
+        return compiled
+
+    monkeypatch.setattr(runner_module, "compile_for_recording", compile_eagerly)
+
+
+def test_steps_that_cannot_be_compiled_are_recorded_as_they_are(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(step: Callable[..., None]) -> Callable[..., None]:
+        def compiled(*inputs: object) -> None:
+            raise CompilationError("no compiler")
+
+        return compiled
+
+    monkeypatch.setattr(runner_module, "compile_for_recording", fail)
+    session = load_tiny(directory)
+    session.runner = Runner(
+        session.runner.model, kv_dtype=session.runner.kv_dtype, compile=True, graphs=CheckedGraphs()
+    )
+    list(session.runner.extend(Sampler(SamplingConfig(), [3], session.runner.vocab_size), torch.tensor([5]), 0, 4))
+    assert "no compiler" in caplog.text

@@ -224,10 +224,12 @@ def test_steps_are_recorded_where_they_are_compiled_or_that_is_asked_for(
 def test_a_fused_step_is_recorded_by_us() -> None:
     for graphs in ("trees", "off"):
         with pytest.raises(UserError, match=f"cuda-graphs is {graphs}; use manual"):
-            check_step("fused", CUDA, graphs)
-        check_step("compiled", CUDA, graphs)
+            check_step("fused", CUDA, graphs, compile=True)
+        check_step("compiled", CUDA, graphs, compile=True)
     for graphs in ("manual", None):
-        check_step("fused", CUDA, graphs)
+        check_step("fused", CUDA, graphs, compile=False)
+    with pytest.raises(UserError, match="not compiled"):
+        check_step("compiled", CUDA, None, compile=False)
 
 
 def get_draft(session: Session) -> Runner:

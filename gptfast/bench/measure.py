@@ -14,7 +14,7 @@ from gptfast.bench.measurements import DecodeRuns, PrefillRuns, fill_caches
 from gptfast.bench.phases import Clock, PhaseTimer
 from gptfast.bench.results import BenchmarkResult, Breakdown, Settings
 from gptfast.bench.summary import Measurements, describe_memory, summarize
-from gptfast.compilation import count_traced_graphs
+from gptfast.compilation import count_traced_graphs, has_recorded_cuda_graphs
 from gptfast.config import SamplingConfig
 from gptfast.errors import PromptError, UserError
 from gptfast.generation import make_synthetic_prompt
@@ -44,6 +44,10 @@ def run_benchmark(
         PromptError: a prompt or a depth does not fit the context, or the memory.
     """
     runner, clock = session.runner, make_clock(session.runner.device)
+    if breaks_down and runner.fused is not None:
+        raise UserError(
+            "a fused step has no parts that could be timed one by one; use --step compiled to take one apart"
+        )
     sampling = settings.sampling
     longest = count_slots(settings, runner.context, breaks_down)
     runner.reserve(longest)
@@ -69,6 +73,7 @@ def run_benchmark(
         # In turn, so that a machine whose speed drifts slows all of them down alike.
         for runs in all_runs:
             runs.run(session, sampling, clock, phases)
+    check_graphs(runner)
     recompiles, other_load = count_compilations(runner) - compilations, load.get_share()
     memory = describe_memory(runner.device).cover(early)
     after = measure_ceiling(runner, clock, phases, say)
@@ -77,6 +82,17 @@ def run_benchmark(
     session.cached_ids = []
     measurements = Measurements(before, after, prefill, decode, breakdown, memory, recompiles, other_load)
     return summarize(session, settings, measurements, phases)
+
+
+def check_graphs(runner: Runner) -> None:
+    """Raise UserError if steps were to be replayed as CUDA graphs and were not: figures would be of something else."""
+    skipped = runner.graphs is not None and runner.replayed_steps == 0
+    skipped |= runner.uses_graph_trees and runner.device.type == "cuda" and not has_recorded_cuda_graphs()
+    if skipped:
+        raise UserError(
+            "the steps were to be replayed as CUDA graphs and were launched by the host instead; "
+            "use --cuda-graphs off to measure that, or see with TORCH_LOGS=cudagraphs why they were skipped"
+        )
 
 
 def measure_ceiling(runner: Runner, clock: Clock, phases: PhaseTimer, say: Say) -> Probe:

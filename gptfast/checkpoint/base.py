@@ -125,7 +125,8 @@ def check_shape(path: Path, name: str, found: tuple[int, ...], shape: tuple[int,
 def check_finite(path: Path, name: str, values: Tensor) -> None:
     """Raise CheckpointError for NaN or infinite weights, of which every token would be the first one."""
     if values.dtype == torch.float8_e4m3fn:
-        # It has no infinity, and NaN is all ones below the sign; torch's own `isnan` takes ten times as long.
+        # It has no infinity, and NaN is all ones below the sign; torch's own `isnan` takes ten times as long (two cores
+        # of an AMD EPYC, 2026-12-01).
         parts = (values[rows].view(torch.uint8) for rows in slice_rows(tuple(values.shape), EXPANDED_AT_ONCE))
         is_finite = all(int((part & 0x7F).amax()) < 0x7F for part in parts)
     else:

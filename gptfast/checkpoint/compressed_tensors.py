@@ -22,7 +22,7 @@ FORMATS = {
     "int": (PACKED_FORMAT, "int-quantized", "naive-quantized"),
     "float": (FLOAT_FORMAT, "naive-quantized"),
 }
-"""By the type of a weight; all but the first of integers store each in a byte."""
+"""By the type of a weight; of integers, all but the first store each code in a byte."""
 PATTERN_PREFIX = "re:"
 QUANTIZED_PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx", "input_scale")
 """The tensors that only a quantized layer has, by the last part of their names."""

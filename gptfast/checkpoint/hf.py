@@ -74,7 +74,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         self._shapes = list_tensor_shapes(self.config)
         self.stored_bytes = sum(file.stat().st_size for file in self._files)
         if any(scheme.rounds_inputs for scheme in self._modules.values()):
-            logger.warning("%s is made for activations rounded to fp8, which gptfast leaves as they are", path)
+            logger.warning("%s is made for activations rounded to fp8; gptfast does not round activations to fp8", path)
 
     def names(self) -> frozenset[str]:
         """See `Checkpoint.names`."""

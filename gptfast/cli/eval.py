@@ -105,7 +105,7 @@ def perplexity(
     own = {"weights": against_weights, "activations": against_activations, "kv_dtype": against_kv_dtype}
     base = None
     if against is not None or any(value is not None for value in own.values()):
-        inherited = settings | {"weights": "stored", "kernels": "auto"}
+        inherited = settings | {"weights": "stored", "kernels": "auto", "step": "auto"}
         base = load(against or checkpoint, **inherited | {name: value for name, value in own.items() if value})
     for each in (session,) if base is None else (session, base):
         check_window(each, window)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 Kernels = Literal["cpp", "triton", "inductor", "torchao"]
 """What a model's products run on: ours for the CPU, ours for CUDA, what torch.compile generates for CUDA, or what
-torchao calls there. Attention is ours with each of them."""
+torchao calls there. A decode step's attention is ours with each of them."""
 KernelChoice = Literal["auto", "triton", "inductor", "torchao"]
 """What may be asked for; `auto` is ours for the device."""
 KERNEL_CHOICES: tuple[KernelChoice, ...] = get_args(KernelChoice)

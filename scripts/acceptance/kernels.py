@@ -242,9 +242,15 @@ def measure_attention_error(found: Tensor, q: Tensor, cache: Cache, input_pos: T
 
 def list_loaded(device: torch.device) -> dict[str, list[Any]]:
     """What Triton has compiled and loaded in this process of every kernel that was launched."""
-    from gptfast.kernels.cuda import attention, linear
+    from gptfast.kernels.cuda import attention, fused, fused_attention, linear
 
     kernels = (
+        fused.embed,
+        fused.project_qkv,
+        fused.add_product,
+        fused.project_swiglu,
+        fused.project_head,
+        fused_attention.attend_and_combine,
         linear.multiply_vector,
         linear.multiply_rows,
         linear.expand_rows,

@@ -76,7 +76,7 @@ def choose_step(sections: Sequence[Mapping[str, Any]]) -> StepKind | None:
     times: dict[tuple[Any, ...], dict[bool, float]] = defaultdict(dict)
     for fields in sections:
         for line in fields["facts"].get(MEASURED, []):
-            if line["is_usual"]:
+            if line.get("is_usual"):
                 key = line["model"], line["matrices"], line["depth"]
                 times[key][line["fused"]] = line["ms_per_token"]
     pairs = [each for each in times.values() if len(each) == len((True, False))]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ from gptfast.cli.bench_report import format_head
 from gptfast.decode import prefill
 from gptfast.errors import PromptError, UserError
 from gptfast.generation import Stream
+from gptfast.kernels.cuda.timing import DirectRuns
 from gptfast.memory import get_peak_resident_memory
 from gptfast.model import Transformer
+from gptfast.runner import Runner
 from gptfast.session import Session, load
 from tests.reference.sessions import ids_of, load_tiny, random_prompt
 
@@ -293,3 +296,20 @@ def test_csv_has_a_row_per_measurement_with_all_that_tells_it_apart(eager: Sessi
     assert rows[0]["share"] == ""
     assert {row["environment_torch"] for row in rows} == {result.environment.torch}
     assert {row["model_dtype"] for row in rows} == {"float32"}
+
+
+def test_steps_that_were_to_be_replayed_and_were_not_are_no_benchmark(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = load_tiny(directory)
+    session.runner = Runner(session.runner.model, kv_dtype=session.runner.kv_dtype, graphs=DirectRuns())
+    assert benchmark(session).execution.cuda_graphs
+    monkeypatch.setattr(Runner, "replayed_steps", 0)
+    with pytest.raises(UserError, match="launched by the host instead"):
+        benchmark(session)
+
+
+def test_a_fused_step_is_not_taken_apart(eager: Session) -> None:
+    runner = SimpleNamespace(device=eager.runner.device, batch_size=1, fused=object())
+    with pytest.raises(UserError, match="use --step compiled to take one apart"):
+        benchmark(replace(eager, runner=runner), breaks_down=True)

@@ -217,19 +217,25 @@ def test_ctrl_c_ends_the_started_process(tmp_path: Path) -> None:
 
 def test_what_is_asked_for_reaches_the_started_process() -> None:
     precision = {"dtype": "bfloat16", "weights": "int4", "activations": "fp32", "kv_dtype": "int8"}
-    command = build_command(make_settings("m.gguf", device="cpu", threads=3, prompt_tokens=7, **precision))
+    command = build_command(
+        make_settings("m.gguf", device="cpu", threads=3, prompt_tokens=7, step="fused", pdl=False, **precision)
+    )
     assert command[:4] == [sys.executable, "-m", "gptfast", "generate"]
     text = " ".join(command)
     for option in ("--checkpoint m.gguf", "--device cpu", "--dtype bfloat16", "--threads 3", "--prompt 7", "--compile"):
         assert option in text
     assert "--weights int4 --activations fp32 --kv-dtype int8 --kernels auto" in text
+    assert "--step fused" in text
+    assert "--no-pdl" in command
     assert "--random" not in text
 
 
 def test_what_is_not_asked_for_is_left_to_its_default() -> None:
     command = build_command(make_settings(None, preset="llama-3.2-1b", compile=False))
     assert "--random llama-3.2-1b" in " ".join(command)
-    assert not {"--checkpoint", "--dtype", "--activations", "--kv-dtype", "--threads", "--compile"} & set(command)
+    assert not {"--no-pdl", "--checkpoint", "--dtype", "--activations", "--kv-dtype", "--threads", "--compile"} & set(
+        command
+    )
 
 
 # All starts

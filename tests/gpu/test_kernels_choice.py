@@ -24,7 +24,6 @@ from tests.reference.tokenizers import train_byte_level, write_tokenizer
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
     pytest.mark.usefixtures("tiny_cache"),
 ]
 

@@ -1,22 +1,26 @@
 """A graph back end for the CPU that runs steps instead of recording them, and holds them to the rules of recordings.
 
 What a CUDA graph cannot do fails here: ask the host for a value, meet a tensor at another address than when it was
-recorded, do other operations, or leave something behind that it allocated itself.
+recorded, do other operations, or leave something behind that it allocated itself. Kernels of the fused pass, which are
+launched by no operator of their own, count as operations too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gptfast.fused import run_pass
 from gptfast.graphs import WARM_UPS, Fetched, Replay
 
 HOST_READS = (
@@ -52,7 +56,12 @@ class RuleKeeper(TorchDispatchMode):
         if is_masked or any(f".{read}." in f".{name}." for read in HOST_READS):
             raise BrokenRule(f"{name} brings a value to the host")
         self.log.append((name, tuple(value.data_ptr() for value in inputs if not self._is_own(value))))
-        outputs = func(*args, **(kwargs or {}))
+        if name == "gptfast.fused_pass.default":
+            # All that it does is looked at, as if it were no operator.
+            with self, noting_launches(self):
+                outputs = run_pass(*args)
+        else:
+            outputs = func(*args, **(kwargs or {}))
         known = {value.untyped_storage().data_ptr() for value in inputs}
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor) and (address := leaf.untyped_storage().data_ptr()) not in known:
@@ -60,8 +69,28 @@ class RuleKeeper(TorchDispatchMode):
                 self.made.append(weakref.ref(leaf))
         return outputs
 
+    def note_launch(self, name: str, arguments: Iterable[Any]) -> None:
+        """Write down a kernel and where its tensors lie."""
+        tensors = [value for value in arguments if isinstance(value, Tensor)]
+        self.log.append((name, tuple(value.data_ptr() for value in tensors if not self._is_own(value))))
+
     def _is_own(self, value: Tensor) -> bool:
         return value.untyped_storage().data_ptr() in self._own_storages
+
+
+@contextlib.contextmanager
+def noting_launches(keeper: RuleKeeper) -> Iterator[None]:
+    """Within, every kernel that Triton's interpreter runs is written down."""
+    from triton.runtime.interpreter import GridExecutor
+
+    run = GridExecutor.__call__
+
+    def note(executor: Any, *arguments: Any, **options: Any) -> Any:
+        keeper.note_launch(executor.fn.__name__, (*arguments, *options.values()))
+        return run(executor, *arguments, **options)
+
+    with patch.object(GridExecutor, "__call__", note):
+        yield
 
 
 @dataclass

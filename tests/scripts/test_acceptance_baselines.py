@@ -108,6 +108,7 @@ def _traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, *, mode, fullgraph: trace(function, fullgraph=fullgraph))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_traced")
 def test_blocks_of_a_compiled_step_are_timed_and_fill_the_cache() -> None:
     model = build_model(CONFIG, "dense", dtype=torch.float32, device=CPU)
@@ -134,6 +135,7 @@ def test_torchao_reads_fewer_bytes_of_all_linear_layers_and_is_traced() -> None:
         assert baselines.time_compiled(model, "default", block_tokens=1).weight_bytes == found
 
 
+@pytest.mark.slow
 def test_transformers_decodes_a_model_of_the_same_size() -> None:
     pytest.importorskip("transformers")
     for config in (CONFIG, UNTIED):

@@ -276,12 +276,17 @@ def test_the_step_is_kept_in_the_user_s_cache(
     own = str(tmp_path / "own") if has_own_cache else None
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "of the run"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    kept: list[tuple[str, str | None]] = []
-    monkeypatch.setattr(
-        configurations, "set_step", lambda device, step: kept.append((step, os.environ.get(CACHE_VARIABLE)))
-    )
-    gpu_acceptance.keep_step("fused", own)
-    assert kept == [("fused", own)]
+    kept: list[tuple[str, str | None, int]] = []
+
+    def keep(device: torch.device, step: str, products: Sequence[Any]) -> None:
+        kept.append((step, os.environ.get(CACHE_VARIABLE), len(products)))
+
+    monkeypatch.setattr(configurations, "set_step", keep)
+    gpu_acceptance.keep_step("fused", own, tmp_path)
+    shipped = configurations.load_shipped("sm_90")
+    configurations.write_tuning(tmp_path / "configurations.json", shipped)
+    gpu_acceptance.keep_step("compiled", own, tmp_path)
+    assert kept == [("fused", own, 0), ("compiled", own, len(shipped.products))]
 
 
 @pytest.fixture

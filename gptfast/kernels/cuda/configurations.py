@@ -15,7 +15,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -180,11 +180,16 @@ def get_step(gpu: Gpu) -> StepKind:
     return tunings[0].step if tunings else "compiled"
 
 
-def set_step(device: torch.device, step: StepKind) -> None:
-    """Have `find_step` say so on a CUDA device, in this process and later ones; configurations stay as they are."""
+def set_step(device: torch.device, step: StepKind, products: Iterable[TunedConfiguration] = ()) -> None:
+    """Have `find_step` say so on a CUDA device, in this process and later ones.
+
+    Configurations stay as they are, but for those of these products, with which the step was found to be so.
+    """
     gpu = identify_gpu(device)
     path = get_tuning_path(gpu.name)
-    write_tuning(path, dataclasses.replace(open_tuning(path, gpu), step=step).stamp())
+    known = open_tuning(path, gpu)
+    lines = {line.key: line for line in (*known.products, *products)}
+    write_tuning(path, dataclasses.replace(known, step=step, products=tuple(lines.values())).stamp())
 
 
 def plan_vector(kind: Kind, out_features: int, in_features: int) -> Configuration:

@@ -304,16 +304,11 @@ def embed(
     zero: tl.constexpr,
     is_vector: tl.constexpr,
     block_words: tl.constexpr,
-    pdl: tl.constexpr,
 ):
     """The rows of these tokens (M,) int64 as the residual stream x (M, E), and as the first product's inputs.
 
     A program (M,) makes a row, of a matrix of words or, with P = 1, of elements.
     """
-    if pdl:
-        tl.extra.cuda.gdc_launch_dependents()
-    if pdl:
-        tl.extra.cuda.gdc_wait()
     m = tl.program_id(0)
     token = tl.load(tokens + m)
     unit: tl.constexpr = 128.0 if kind == "int4" or kind == "int8" else 1.0

@@ -5,8 +5,7 @@ word, W words of a row.
 
 A program computes a chunk for block_rows of the rows that read one key/value head, as `attention.attend_chunk` does.
 Whichever of the chunks of these rows is ready last then adds them all up, in their order, as `combine_chunks` does: the
-bits are those of the two launches. Why it sees what the others stored is said at
-`attend_and_combine`.
+bits are those of the two launches. Why it sees what the others stored is said at `attend_and_combine`.
 
 A kernel starts while the one before it still runs, if `pdl` (programmatic dependent launch; sm_90 on). All that this
 one reads was written by kernels before it, so it waits for them at once, and so does a program that has nothing to do:

@@ -4,7 +4,7 @@ Shapes: those of that module. Nothing is allocated here but by `make_inputs`, so
 are contiguous and on one device; those that hold what a kernel leaves for a later one belong to the caller.
 
 With `pdl`, which needs sm_90, a kernel starts before the one launched before it has ended, and waits for it where it
-must: all kernels of a step have to be launched so, or the last one without it by something that waits for everything.
+must. The first of a step, `embed`, is launched without it and all others with it, or none.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def make_inputs(
     return Inputs(planes, weight.kind, is_vector, squares)
 
 
-def embed(
-    x: Tensor, inputs: Inputs, norm_weight: Tensor, tokens: Tensor, weight: PackedWeight | Tensor, *, pdl: bool
-) -> None:
+def embed(x: Tensor, inputs: Inputs, norm_weight: Tensor, tokens: Tensor, weight: PackedWeight | Tensor) -> None:
     """Begin a step: write the tokens' rows of an embedding to x, and with a norm's gains to the first product's inputs.
+
+    It starts when all before it is done, as what comes before a step may be no kernel.
 
     Args:
         x: (M, E) in the activations' dtype.
@@ -92,7 +92,6 @@ def embed(
         norm_weight: (E,) of any float dtype.
         tokens: (M,) int64, below V.
         weight: (V, E), packed or a tensor of floats.
-        pdl: See the module.
     """
     from gptfast.kernels.cuda import fused as kernels
 
@@ -120,8 +119,7 @@ def embed(
             **constants,
             is_vector=inputs.is_vector,
             block_words=EMBEDDING_WORDS,
-            pdl=pdl,
-            **describe_launch(EMBEDDING_WARPS, 1, pdl=pdl),
+            **describe_launch(EMBEDDING_WARPS, 1, pdl=False),
         )
 
 

@@ -67,7 +67,10 @@ def multiply_vector(
     dtype: torch.dtype,
     configuration: Configuration | None = None,
 ) -> Tensor:
-    """One row of inputs (1, P, W), as `arrange_inputs` makes them: (1, N) of `dtype`; cut as is known to be best."""
+    """One row of inputs (1, P, W), as `arrange_inputs` makes them: (1, N) of `dtype`.
+
+    `configuration` is how it is cut; None for what is known to be best.
+    """
     from gptfast.kernels.cuda import linear as kernels
 
     assert inputs.shape[0] == 1

@@ -38,7 +38,7 @@ from gptfast.kernels.cuda.timing import free_memory, measure_work
 from gptfast.kernels.ops import choose_kernels
 
 ROWS = (1, 5)
-"""Of inputs: one, and for all that is more, as many as speculation verifies."""
+"""Of inputs: one, and 5 for all that is more than one: the kernel computes 16 whatever there are."""
 WORKING_SET_BYTES = 200_000_000
 """Distinct weights in a graph: more than the 50 MB that an H200's cache holds, several times."""
 MOST_MATRICES = 2048

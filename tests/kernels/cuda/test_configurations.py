@@ -175,8 +175,10 @@ def test_the_step_is_compiled_until_a_file_says_else_and_setting_it_keeps_config
     found = open_tuning(path, GPU)
     assert found.products == (LINE, OTHER_LINE)
     assert found.torch == torch.__version__
-    set_step(CUDA, "compiled")
+    changed = dataclasses.replace(LINE, configuration=Configuration(4, 256, 2))
+    set_step(CUDA, "compiled", [changed])
     assert find_step(CUDA) == "compiled"
+    assert open_tuning(path, GPU).products == (changed, OTHER_LINE)
 
 
 def test_the_step_is_kept_where_nothing_was_tuned() -> None:

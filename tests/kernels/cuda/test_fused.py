@@ -16,6 +16,9 @@ from gptfast.kernels.cuda.packing import WEIGHTS_PER_WORD, PackedWeight, arrange
 from tests.reference.quantized_weights import draw_k_quant, draw_quantized
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="where there is a GPU, tests/gpu runs the kernels on it"
+)
 
 EPS = 1e-5
 EXACT = 2e-5
@@ -57,7 +60,7 @@ def make_plain_inputs(x: Tensor, weight: PackedWeight, *, exact_rows: bool = Fal
 def make_normed_inputs(x: Tensor, gains: Tensor, weight: PackedWeight, *, exact_rows: bool = False) -> fused.Inputs:
     """What `embed` leaves of the rows of x."""
     inputs = fused.make_inputs(weight, x.shape[0], x.dtype, exact_rows=exact_rows, is_normed=True)
-    fused.embed(torch.empty_like(x), inputs, gains, torch.arange(x.shape[0]), x, pdl=False)
+    fused.embed(torch.empty_like(x), inputs, gains, torch.arange(x.shape[0]), x)
     return inputs
 
 
@@ -255,7 +258,7 @@ def test_an_embedding_begins_the_stream_and_the_first_inputs(kind: str, rows: in
     inputs = fused.make_inputs(weight, rows, x.dtype, exact_rows=False, follows=table, is_normed=True)
     assert inputs.squares is not None
     inputs.squares.fill_(torch.nan)
-    fused.embed(x, inputs, gains, tokens, table, pdl=False)
+    fused.embed(x, inputs, gains, tokens, table)
     torch.testing.assert_close(x, unpack(table)[tokens])
     arrange = arrange_inputs if inputs.is_vector else arrange_rows
     torch.testing.assert_close(inputs.planes, arrange(x * gains, weight.kind))
@@ -275,7 +278,7 @@ def run_layer(x: Tensor, weights: dict[str, PackedWeight], input_pos: Tensor, ca
     q = x.new_empty(1, rows, 4, dim // 4)
     angles = draw(cache.shape[2], dim // 8, seed=3)
     tables = angles.cos(), angles.sin()
-    fused.embed(stream, normed["wqkv"], gains, torch.arange(rows), x, pdl=False)
+    fused.embed(stream, normed["wqkv"], gains, torch.arange(rows), x)
     fused.project_qkv(q, normed["wqkv"], EPS, weights["wqkv"], None, *tables, input_pos, *caches, pdl=False)
     attended = make_plain_inputs(q.view(rows, dim), weights["wo"], exact_rows=True)
     fused.add_product(stream, normed["w13"], gains, attended, weights["wo"], None, pdl=False)

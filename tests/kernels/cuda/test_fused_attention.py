@@ -117,6 +117,7 @@ def test_heads_may_be_of_any_width_and_dtype(query_dtype: torch.dtype, dtype: to
     assert_is_two_launches(*make_call(dtype, start=CHUNK - 1, tokens=2, heads=2, dim=dim, query_dtype=query_dtype))
 
 
+@pytest.mark.slow
 def test_more_chunks_than_are_combined_at_once_are_combined() -> None:
     start = (attention.COMBINED + 1) * CHUNK
     q, cache, _ = make_call(HALF, start=start, tokens=2, heads=1, dim=16, query_dtype=HALF)
@@ -165,6 +166,7 @@ def test_inputs_of_a_product_with_several_rows_are_rounded_to_its_dtype() -> Non
     assert torch.equal(out, expected)
 
 
+@pytest.mark.slow
 def test_a_scratch_for_more_serves_calls_of_less() -> None:
     larger = make_call(FLOAT, start=3 * CHUNK, tokens=16, heads=4, kv_heads=2, dim=16)
     scratch = make_scratch(*larger[:2])
@@ -197,14 +199,14 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("configurations", "architectures"),
-    [(QUICK[:1], (90,)), pytest.param(UNSPILLED, ARCHITECTURES, marks=pytest.mark.slow)],
+    ("configurations", "rows", "architectures"),
+    [(QUICK[:1], (16,), (90,)), pytest.param(UNSPILLED, (16, 32), ARCHITECTURES, marks=pytest.mark.slow)],
     ids=["quick", "all"],
 )
 def test_compiled_it_waits_first_and_combines_what_all_have_stored(
-    configurations: list[Configuration], architectures: tuple[int, ...]
+    configurations: list[Configuration], rows: tuple[int, ...], architectures: tuple[int, ...]
 ) -> None:
-    cases = list(itertools.product(configurations, (16, 32)))
+    cases = list(itertools.product(configurations, rows))
     for architecture in architectures:
         pdl = architecture >= 90
         launches = [launch_fused(*case, pdl=pdl) for case in cases]

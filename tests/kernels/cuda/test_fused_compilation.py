@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from tests.reference.triton_compilation import (
     Program,
     compile_offline,
     count_instructions,
+    make_environment,
 )
 
 fused = pytest.importorskip("gptfast.kernels.cuda.fused", reason="Triton is not installed", exc_type=ImportError)
@@ -117,18 +119,20 @@ class Recorder:
 
     def __init__(self, name: str, launches: list[Launch]) -> None:
         self.name, self.launches = name, launches
+        self.parameters = list(inspect.signature(getattr(fused, name).fn).parameters)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self.record
 
-    def record(self, **options: Any) -> None:
+    def record(self, *values: Any, **options: Any) -> None:
+        options |= zip(self.parameters, values, strict=False)
         warps, stages = options.pop("num_warps"), options.pop("num_stages")
-        assert options.pop("launch_pdl", False) == options["pdl"]
+        assert options.pop("launch_pdl", False) == options.get("pdl", False)
         assert options.pop("enable_fp_fusion")
         arguments = {
             name: TYPES[value.dtype] if isinstance(value, Tensor) else value for name, value in options.items()
         }
-        if not arguments["is_vector"]:
+        if arguments.get("operand") is not None:
             arguments["operand"] = "tl.bfloat16"
         self.launches.append(Launch(f"gptfast.kernels.cuda.fused:{self.name}", arguments, warps, stages))
 
@@ -137,7 +141,7 @@ def record_launch(call: Callable[[], None]) -> Launch:
     """What a call would launch."""
     launches: list[Launch] = []
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("project_qkv", "add_product", "project_swiglu", "project_head"):
+        for name in ("embed", "project_qkv", "add_product", "project_swiglu", "project_head"):
             patch.setattr(fused, name, Recorder(name, launches))
         call()
     (launch,) = launches
@@ -224,6 +228,10 @@ def check_all(
 
 def test_common_products_are_compiled_well() -> None:
     check_all(LLAMA_8B, [("int4", 128)], 1, names=("wqkv", "w2"), architectures=(90,))
+
+
+@pytest.mark.slow
+def test_other_common_products_are_compiled_well() -> None:
     check_all(LLAMA_1B, [("bf16", 0)], 1, names=("w13",), architectures=(90,))
     check_all(LLAMA_8B, [("int8", 0)], 5, names=("wo",), architectures=(90,))
 
@@ -254,6 +262,38 @@ def test_products_with_long_groups_are_compiled_well(kind: Kind, group_size: int
 @pytest.mark.parametrize(("kind", "group_size"), [("int4", 32), ("int4", 128), ("int8", 32), ("int8", 0)])
 def test_products_with_mins_are_compiled_well(kind: Kind, group_size: int, rows: int) -> None:
     check_all(LLAMA_8B, [(kind, group_size)], rows, architectures=DEPENDENT, has_mins=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(
+    ("kind", "group_size", "has_mins"),
+    [(None, 0, False), ("bf16", 0, False), ("int8", 0, False), ("int4", 32, False), ("int4", 128, True)],
+)
+def test_embeddings_are_compiled_well(kind: Kind | None, group_size: int, has_mins: bool, rows: int) -> None:
+    """Packed ones, and a tensor."""
+    launch = make_embedding_launch(LLAMA_1B, kind, group_size, rows, has_mins=has_mins)
+    assert launch.arguments["is_vector"] == (rows == 1)
+    (programs,) = compile_offline([launch])
+    for program in programs.values():
+        program.assert_keeps_to_registers()
+        assert program.shared_bytes < 100_000
+        assert not program.count("ACQBULK|PREEXIT"), "what comes before a step may be no kernel"
+
+
+def make_embedding_launch(sizes: Sizes, kind: Kind | None, group_size: int, rows: int, *, has_mins: bool) -> Launch:
+    """The kernel that begins a step, for activations in bfloat16; without a kind, of a tensor in that."""
+    dim, vocab = sizes.dim, sizes.vocab_size
+    following = make_weight(kind or "bf16", 3 * dim // 2, dim, group_size, has_mins=has_mins)
+    inputs = fused_ops.make_inputs(following, rows, torch.bfloat16, exact_rows=False, is_normed=True)
+    x, gains = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((rows, dim), (dim,)))
+    tokens = torch.empty(rows, dtype=torch.int64, device="meta")
+    table: PackedWeight | Tensor
+    if kind is None:
+        table = torch.empty(vocab, dim, dtype=torch.bfloat16, device="meta")
+    else:
+        table = make_weight(kind, vocab, dim, group_size, has_mins=has_mins)
+    return record_launch(lambda: fused_ops.embed(x, inputs, gains, tokens, table))
 
 
 LAUNCH = """
@@ -292,7 +332,7 @@ print(disassemble(compiled[0].asm["cubin"], 90, 0).assembly)
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 5])
 def test_what_is_compiled_here_is_what_a_launch_compiles(rows: int) -> None:
-    outcome = run_process("-c", LAUNCH, str(rows), TRITON_INTERPRET="0")
+    outcome = run_process("-c", LAUNCH, str(rows), TRITON_INTERPRET="0", **make_environment())
     assert outcome.exit_code == 0, outcome.stderr
     launched = Program(90, 0, 0, 0, 0, outcome.stdout)
     launch = make_launches(LLAMA_1B, "int4", 128, rows, pdl=True)["wqkv"]
