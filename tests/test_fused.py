@@ -141,7 +141,8 @@ def test_texts_are_recorded_and_grow_beyond_the_first_cache(
     model, prompt = make_model(weights="int8"), make_ids(PROMPT).tolist()
     sampling, texts = SamplingConfig(temperature=0.7, seed=3), []
     graphs = CheckedGraphs()
-    for runner in (Runner(model), Runner(model, graphs=graphs, fused=FusedTransformer(model, pdl=False))):
+    for fused in (None, FusedTransformer(model, pdl=False)):
+        runner = Runner(model, graphs=None if fused is None else graphs, fused=fused)
         sampler = Sampler(sampling, prompt, VOCAB)
         token = sampler.choose(runner.prefill(prompt), PROMPT)
         texts.append([values[0] for values in runner.extend(sampler, token, PROMPT, 2)])
