@@ -102,7 +102,7 @@ def test_weights_that_compute_no_numbers_are_refused(directory: Path) -> None:
 @pytest.mark.skipif(MODEL is None, reason="the default model is not on this machine; `gptfast download` fetches it")
 def test_the_default_model_has_the_perplexity_that_transformers_finds() -> None:
     assert MODEL is not None
-    session = load(MODEL, dtype="float32")
+    session = load(MODEL, dtype="float32", activations="fp32")
     ids = encode_text(session, read_default_text().content)[:2048]
     windows = plan_windows(len(ids), 1024, 512)
     result = measure_perplexity(session, ids, windows)
