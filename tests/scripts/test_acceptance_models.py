@@ -18,6 +18,7 @@ from acceptance.random_weights import BF16, build_model
 from acceptance.steps import SwitchedGraphs, draw_prompt, make_session
 from torch import Tensor
 
+from gptfast import replay
 from gptfast.checkpoint.presets import get_preset
 from gptfast.config import SamplingConfig
 from gptfast.kernels import ops as kernel_ops
@@ -179,6 +180,9 @@ def test_sessions_with_the_same_cache_fail(
     findings: Findings, small: Transformer, graphs: SwitchedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_1b, "expand_model", lambda model, form: model)
+    with pytest.raises(AssertionError, match="another runner has taken the caches away"):
+        model_1b.check_isolation(findings, small, DirectRuns(), 8)
+    monkeypatch.setattr(replay, "get_cache_address", lambda model: 0)  # as if no one had noticed
     model_1b.check_isolation(findings, small, DirectRuns(), 8)
     assert list_passed(findings) == [False]
     assert "caches in common: 1" in findings.checks[0].found
