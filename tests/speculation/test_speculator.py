@@ -54,7 +54,8 @@ class ToyRunner:
     batch_size = 1
     context = 1_000
     device = torch.device("cpu")
-    accept, draft, note_moment, _recorded = Runner.accept, Runner.draft, Runner.note_moment, None
+    accept, draft, fetch, note_moment = Runner.accept, Runner.draft, Runner.fetch, Runner.note_moment
+    _recorded = graphs = None
 
     def __init__(self, table: Tensor) -> None:
         self.sizes: list[int] = []
