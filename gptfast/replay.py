@@ -124,14 +124,15 @@ class RecordedSteps:
         assert count <= KEPT_TOKENS
         assert first + count <= self._last_pos + 2
         text, extend_text = self.get_extender(sampler.sampling.kind, vocab_size)
-        if len(tokens) == 1:
-            load_sampler(text, sampler)
+        # What is recorded now chooses tokens as well, so the sampler is loaded after it.
+        catcher = self.get_catcher(sampler.sampling.kind, vocab_size) if len(tokens) > 1 else None
+        load_sampler(text, sampler)
+        if catcher is None:
             text.tokens.fill_(tokens[0])
             text.input_pos.fill_(position)
             self._replay(extend_text)
         else:
-            state, catch_up_text = self.get_catcher(sampler.sampling.kind, vocab_size)
-            load_sampler(text, sampler)  # after a recording, which chooses tokens as well
+            state, catch_up_text = catcher
             state.tokens[0, : len(tokens)].copy_(send_ids(tokens, state.tokens.device))
             torch.arange(position, position + CAUGHT_UP, out=state.input_pos)
             state.last.fill_(len(tokens) - 1)

@@ -13,8 +13,8 @@ from gptfast.bench.load import OtherLoad
 from gptfast.bench.measurements import DecodeRuns, PrefillRuns, fill_caches
 from gptfast.bench.phases import Clock, PhaseTimer
 from gptfast.bench.results import BenchmarkResult, Breakdown, Settings
-from gptfast.bench.summary import Measurements, describe_memory, summarize
-from gptfast.compilation import count_traced_graphs, has_recorded_cuda_graphs
+from gptfast.bench.summary import Measurements, describe_memory, has_replayed_graphs, summarize
+from gptfast.compilation import count_traced_graphs
 from gptfast.config import SamplingConfig
 from gptfast.errors import PromptError, UserError
 from gptfast.generation import make_synthetic_prompt
@@ -86,9 +86,8 @@ def run_benchmark(
 
 def check_graphs(runner: Runner) -> None:
     """Raise UserError if steps were to be replayed as CUDA graphs and were not: figures would be of something else."""
-    skipped = runner.graphs is not None and runner.replayed_steps == 0
-    skipped |= runner.uses_graph_trees and runner.device.type == "cuda" and not has_recorded_cuda_graphs()
-    if skipped:
+    is_asked = runner.graphs is not None or (runner.uses_graph_trees and runner.device.type == "cuda")
+    if is_asked and not has_replayed_graphs(runner):
         raise UserError(
             "the steps were to be replayed as CUDA graphs and were launched by the host instead; "
             "use --cuda-graphs off to measure that, or see with TORCH_LOGS=cudagraphs why they were skipped"

@@ -31,6 +31,7 @@ from gptfast.checkpoint.random import RandomCheckpoint
 from gptfast.compilation import has_recorded_cuda_graphs
 from gptfast.inspection import count_parameters
 from gptfast.memory import get_peak_memory, get_peak_resident_memory, get_resident_memory
+from gptfast.runner import Runner
 from gptfast.session import Session
 
 LARGEST_DRIFT = 0.15
@@ -144,10 +145,15 @@ def describe_execution(session: Session, measurements: Measurements) -> Executio
         compile_kind=runner.compile_kind,
         kernels=session.kernels,
         step=session.step,
-        cuda_graphs=runner.replayed_steps > 0 or (runner.uses_graph_trees and has_recorded_cuda_graphs()),
+        cuda_graphs=has_replayed_graphs(runner),
         recompiles=measurements.recompiles,
         other_load=measurements.other_load,
     )
+
+
+def has_replayed_graphs(runner: Runner) -> bool:
+    """Whether steps were really replayed as CUDA graphs, ours or torch's."""
+    return runner.replayed_steps > 0 or (runner.uses_graph_trees and has_recorded_cuda_graphs())
 
 
 def describe_memory(device: torch.device) -> Memory:
